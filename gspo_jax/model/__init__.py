@@ -1,0 +1,1 @@
+"""The policy: a Qwen3-MoE transformer and the ways to read its weights."""

@@ -1,0 +1,67 @@
+"""Attention: rotary positions, grouped queries, and the plain causal form."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+# attend(q, k, v, cache, layer) -> (context, cache): how a layer's queries meet keys and values.
+# The policy is the same for training, prefill and decoding; only this function differs.
+Attend = Callable[..., tuple[Array, Array | None]]
+
+MASKED = -1e30  # finite, so that a row that sees nothing stays free of NaN
+
+
+def rotate(
+    x: Float[Array, "B S N H"], positions: Int[Array, "B S"], theta: float
+) -> Float[Array, "B S N H"]:
+    """Rotary position embedding (arXiv 2104.09864), halves rotated against each other."""
+    half = x.shape[-1] // 2
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = positions[:, :, None, None].astype(jnp.float32) * frequency[None, None, None]
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+
+
+def grouped_scores(
+    q: Float[Array, "B S N H"], k: Float[Array, "B K T H"]
+) -> Float[Array, "B K g S T"]:
+    """Scaled dot products in float32; each KV head serves g = N / K query heads."""
+    batch, steps, heads, size = q.shape
+    kv_heads = k.shape[1]
+    q = (q * size**-0.5).reshape(batch, steps, kv_heads, heads // kv_heads, size)
+    return jnp.einsum("bskgh,bkth->bkgst", q, k, preferred_element_type=jnp.float32)
+
+
+def grouped_context(
+    weights: Float[Array, "B K g S T"], v: Float[Array, "B K T H"]
+) -> Float[Array, "B S N H"]:
+    """The weighted values, heads flattened again."""
+    out = jnp.einsum("bkgst,bkth->bskgh", weights.astype(v.dtype), v)
+    return out.reshape(*out.shape[:2], -1, out.shape[-1])
+
+
+def head_major(x: Float[Array, "B T K H"]) -> Float[Array, "B K T H"]:
+    """The layout of every cache: one contiguous [T, H] block per head."""
+    return jnp.swapaxes(x, 1, 2)
+
+
+def causal(segments: Int[Array, "B S"]) -> Attend:
+    """Attention over whole sequences: a token sees those before it in its own segment.
+
+    Args:
+      segments: 0 for a pad, otherwise the sequence a token belongs to.
+    """
+    size = segments.shape[1]
+    before = jnp.tril(jnp.ones((size, size), bool))
+    same = segments[:, :, None] == segments[:, None, :]
+    visible: Bool[Array, "B S S"] = before[None] & same & (segments > 0)[:, None, :]
+
+    def attend(q, k, v, cache, layer):
+        scores = grouped_scores(q, head_major(k))
+        scores = jnp.where(visible[:, None, None], scores, MASKED)
+        return grouped_context(jax.nn.softmax(scores, -1), head_major(v)), cache
+
+    return attend

@@ -1,0 +1,202 @@
+"""Mixture of experts: router, dropless dispatch, grouped matmuls, expert parallelism.
+
+Every chosen (token, expert) pair becomes one row. Rows are laid out expert after expert, each
+expert's share padded up to a multiple of `block` rows, so that one function serves both grouped
+matmuls: `ragged_dot` (block 1; a sparse kernel on TPU) and a batched matmul over whole blocks
+(anything else; the CPU's `ragged_dot` would compute every expert for every row). No row is ever
+dropped, and tokens that are not `valid` get none.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as Spec
+from jaxtyping import Array, Bool, Float, Int
+
+from gspo_jax.sharding import DATA
+
+
+class Routing(NamedTuple):
+    """What the router decided for each token."""
+
+    experts: Int[Array, "B S k"]  # ids in [0, E)
+    gates: Float[Array, "B S k"]  # their weights, float32
+    probs: Float[Array, "B S E"]  # softmax over all experts, float32
+
+
+def route(
+    x: Float[Array, "B S D"], router: Float[Array, "D E"], k: int, renormalise: bool
+) -> Routing:
+    """Softmax over the experts in float32, the k largest, their weights optionally made to sum
+    to 1 (`norm_topk_prob`)."""
+    logits = jnp.einsum(
+        "bsd,de->bse",
+        x.astype(jnp.float32),
+        router.astype(jnp.float32),
+        precision=lax.Precision.HIGHEST,
+    )
+    probs = jax.nn.softmax(logits, axis=-1)
+    gates, experts = lax.top_k(probs, k)
+    if renormalise:
+        gates = gates / gates.sum(-1, keepdims=True)
+    return Routing(experts, gates, probs)
+
+
+def balance_loss(routing: Routing, valid: Bool[Array, "B S"]) -> Float[Array, " B"]:
+    """The load-balancing loss of each sequence, E * sum_e f_e P_e (Switch, arXiv 2101.03961).
+
+    f_e: choices of expert e per valid token (sums to k); P_e: mean router probability. It is k
+    when all experts are used alike. Per sequence, because the product is not linear in the batch:
+    micro-batches and meshes then leave the gradient alone.
+    """
+    num_experts = routing.probs.shape[-1]
+    tokens = jnp.maximum(valid.sum(-1), 1)[:, None]
+    chosen = expert_counts(routing.experts, valid, num_experts) / tokens
+    probs = jnp.where(valid[..., None], routing.probs, 0.0).sum(1) / tokens
+    return num_experts * (lax.stop_gradient(chosen) * probs).sum(-1)
+
+
+def expert_counts(
+    experts: Int[Array, "*lead S k"], valid: Bool[Array, "*lead S"], num_experts: int
+) -> Float[Array, "*lead E"]:
+    """How often each expert was chosen by the valid tokens of a sequence."""
+    chosen = jax.nn.one_hot(experts, num_experts, dtype=jnp.float32).sum(-2)
+    return jnp.where(valid[..., None], chosen, 0.0).sum(-2)
+
+
+class Layout(NamedTuple):
+    """Where the rows of a dispatch come from and go to (T tokens, M rows)."""
+
+    choice: Int[Array, " M"]  # row -> flat (token, choice) index; T * k for an empty row
+    row: Int[Array, "T k"]  # (token, choice) -> row; M where not routed
+    sizes: Int[Array, " E"]  # rows of each expert, multiples of `block`
+
+
+def lay_out(experts: Int[Array, "T k"], num_experts: int, block: int) -> Layout:
+    """Sorts the choices by expert and pads each expert's rows to a multiple of `block`.
+
+    Args:
+      experts: ids in [0, num_experts); num_experts itself marks a choice that is not routed.
+      block: rows per block.
+    """
+    flat = experts.reshape(-1)
+    choices = flat.shape[0]
+    used = min(num_experts, choices)
+    rows = ((choices - used) // block + used) * block if block > 1 else choices
+    counts = jax.ops.segment_sum(jnp.ones_like(flat), flat, num_experts + 1)
+    sizes = -(-counts[:num_experts] // block) * block
+    starts = jnp.cumsum(sizes) - sizes
+    order = jnp.argsort(flat, stable=True)
+    expert = flat[order]
+    rank = jnp.arange(choices) - (jnp.cumsum(counts) - counts)[expert]
+    routed = expert < num_experts
+    row = jnp.where(routed, starts[jnp.where(routed, expert, 0)] + rank, rows)
+    choice = jnp.full(rows, choices).at[row].set(order, mode="drop")
+    row = jnp.zeros_like(row).at[order].set(row, unique_indices=True)
+    return Layout(choice, row.reshape(experts.shape), sizes)
+
+
+def _take(x: Array, index: Array) -> Array:
+    return x.at[index].get(mode="fill", fill_value=0)
+
+
+@jax.custom_vjp
+def _scatter_tokens(x: Float[Array, "T D"], layout: Layout) -> Float[Array, "M D"]:
+    return _take(x, layout.choice // layout.row.shape[1])
+
+
+@jax.custom_vjp
+def _collect_rows(rows: Float[Array, "M D"], layout: Layout) -> Float[Array, "T k D"]:
+    return _take(rows, layout.row)
+
+
+# Each is a permutation with holes, and so is its transpose: both directions are gathers.
+_scatter_tokens.defvjp(
+    lambda x, layout: (_scatter_tokens(x, layout), layout),
+    lambda layout, d: (_take(d, layout.row).sum(1), None),
+)
+_collect_rows.defvjp(
+    lambda rows, layout: (_collect_rows(rows, layout), layout),
+    lambda layout, d: (_take(d.reshape(-1, d.shape[-1]), layout.choice), None),
+)
+
+
+def grouped_matmul(
+    rows: Float[Array, "M D"],
+    weights: Float[Array, "E D F"],
+    sizes: Int[Array, " E"],
+    block: int,
+) -> Float[Array, "M F"]:
+    """rows[i] @ weights[expert of row i], where expert e owns the next sizes[e] rows.
+
+    Args:
+      sizes: multiples of `block`; their sum may fall short of M, the rows left over are empty.
+      block: 1 for `ragged_dot`, more for a batched matmul over blocks of that many rows.
+    """
+    if block == 1:
+        return lax.ragged_dot(rows, weights, sizes)
+    blocks = rows.shape[0] // block
+    owner = jnp.searchsorted(jnp.cumsum(sizes // block), jnp.arange(blocks), side="right")
+    owner = jnp.minimum(owner, weights.shape[0] - 1)
+    out = jnp.einsum("nbd,ndf->nbf", rows.reshape(blocks, block, -1), weights[owner])
+    return out.reshape(blocks * block, -1)
+
+
+def block_rows(choices: int, num_experts: int, implementation: str) -> int:
+    """Rows per block: 1 means `ragged_dot`. "auto" takes that everywhere but on CPU."""
+    if implementation == "auto":
+        implementation = "padded" if jax.default_backend() == "cpu" else "ragged"
+    if implementation == "ragged":
+        return 1
+    return min(128, max(4, 2 ** round(math.log2(max(1, choices / num_experts / 2)))))
+
+
+def mix_experts(
+    x: Float[Array, "B S D"],
+    routing: Routing,
+    valid: Bool[Array, "B S"],
+    gate: Float[Array, "E D F"],
+    up: Float[Array, "E D F"],
+    down: Float[Array, "E F D"],
+    implementation: str = "auto",
+) -> Float[Array, "B S D"]:
+    """sum_j gates_j * SwiGLU_{expert j}(x) for every valid token, zeros for the others.
+
+    Expert parallelism: the devices along "expert" hold different experts and different tokens.
+    Each gathers the tokens of all, computes what its experts owe them, and the sums are scattered
+    back; nothing is dropped and shapes are static. "tensor" splits F, "fsdp" splits D of the
+    weights, which are gathered in the compute type.
+    """
+    total_experts = gate.shape[0]
+
+    def local(x, experts, gates, valid, gate, up, down):
+        x, experts, gates, valid = (
+            lax.all_gather(a, "expert", axis=0, tiled=True) for a in (x, experts, gates, valid)
+        )
+        gate, up = (lax.all_gather(w, "fsdp", axis=1, tiled=True) for w in (gate, up))
+        down = lax.all_gather(down, "fsdp", axis=2, tiled=True)
+        num_experts, k = gate.shape[0], experts.shape[-1]
+        mine = experts - lax.axis_index("expert") * num_experts
+        here = valid[..., None] & (mine >= 0) & (mine < num_experts)
+        mine = jnp.where(here, mine, num_experts).reshape(-1, k)
+        block = block_rows(mine.size, total_experts, implementation)
+        layout = lay_out(mine, num_experts, block)
+        rows = _scatter_tokens(x.reshape(-1, x.shape[-1]), layout)
+        hidden = jax.nn.silu(grouped_matmul(rows, gate, layout.sizes, block))
+        hidden = hidden * grouped_matmul(rows, up, layout.sizes, block)
+        rows = grouped_matmul(hidden, down, layout.sizes, block)
+        gates = jnp.where(here, gates, 0.0).reshape(-1, k).astype(x.dtype)
+        out = jnp.einsum("tk,tkd->td", gates, _collect_rows(rows, layout)).reshape(x.shape)
+        out = lax.psum(out, "tensor")
+        return lax.psum_scatter(out, "expert", scatter_dimension=0, tiled=True)
+
+    batch = Spec(DATA)
+    wide, narrow = Spec("expert", "fsdp", "tensor"), Spec("expert", "tensor", "fsdp")
+    return jax.shard_map(
+        local,
+        in_specs=(batch, batch, batch, batch, wide, wide, narrow),
+        out_specs=batch,
+    )(x, routing.experts, routing.gates, valid, gate, up, down)

@@ -1,0 +1,249 @@
+"""The policy: a Qwen3-MoE transformer (arXiv 2505.09388).
+
+Parameters are float32 and stacked over layers, [L, ...]; the forward pass scans over them and
+computes in `compute_dtype`. Weights are split over "fsdp" and "tensor" (experts over "expert");
+`_use` gathers one over "fsdp" where it is needed.
+"""
+
+import dataclasses
+import itertools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as Spec
+from jax.sharding import reshard
+from jaxtyping import Array, Bool, Float, Int
+
+from gspo_jax.model import moe
+from gspo_jax.model.attention import Attend, rotate
+from gspo_jax.sharding import DATA
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyConfig:
+    """The shape of a policy, in Hugging Face's terms, and how it is computed."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_experts: int
+    experts_per_token: int
+    expert_width: int
+    dense_width: int = 0  # width of the layers without experts
+    dense_layers: tuple[int, ...] = ()  # `mlp_only_layers`
+    sparse_step: int = 1  # `decoder_sparse_step`: every n-th layer has experts
+    norm_topk: bool = True
+    tied: bool = False
+    rope_theta: float = 1e6
+    norm_eps: float = 1e-6
+    compute_dtype: str = "float32"
+    remat: bool = False
+    unroll: int = 1  # layers per iteration of the scan
+    grouped_matmul: str = "auto"  # "ragged", "padded"
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer has experts."""
+        return (
+            self.num_experts > 0
+            and layer not in self.dense_layers
+            and (layer + 1) % self.sparse_step == 0
+        )
+
+    @property
+    def stacks(self) -> list[tuple[bool, int]]:
+        """Runs of equal layers: (sparse, number of layers)."""
+        kinds = itertools.groupby(range(self.num_layers), self.is_sparse)
+        return [(sparse, len(list(layers))) for sparse, layers in kinds]
+
+    @property
+    def num_sparse_layers(self) -> int:
+        """The number of layers with experts."""
+        return sum(layers for sparse, layers in self.stacks if sparse)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The compute dtype."""
+        return jnp.dtype(self.compute_dtype)
+
+
+class Routed(NamedTuple):
+    """What the routers of the Ls sparse layers did with B sequences of S tokens."""
+
+    experts: Int[Array, "Ls B S k"]
+    balance: Float[Array, "Ls B"]  # load-balancing loss of each layer and sequence
+
+
+def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], fan_in: int, spec: Spec) -> nnx.Param:
+    noise = jax.random.normal(rngs.params(), shape, jnp.float32, out_sharding=spec)
+    return nnx.Param(noise * fan_in**-0.5)
+
+
+def _ones(*shape: int) -> nnx.Param:
+    return nnx.Param(jnp.ones(shape, jnp.float32))
+
+
+def _use(param: nnx.Param, dtype: jnp.dtype, *spec: str | None) -> Array:
+    """The parameter in the compute dtype, gathered over "fsdp"."""
+    return reshard(param[...].astype(dtype), Spec(*spec))
+
+
+def rms_norm(x: Float[Array, "*lead D"], scale: Float[Array, " D"], eps: float) -> Array:
+    """x / rms(x) * scale, computed in float32 and returned in x's dtype."""
+    full = x.astype(jnp.float32)
+    full = full * jax.lax.rsqrt(jnp.mean(full**2, axis=-1, keepdims=True) + eps)
+    scale = scale.reshape((1,) * (x.ndim - 1) + scale.shape)
+    return (full * scale).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with RMSNorm on queries and keys."""
+
+    def __init__(self, config: PolicyConfig, layers: int, rngs: nnx.Rngs):
+        c, self.config = config, config
+        width = c.num_heads * c.head_dim
+        inner = Spec(None, "fsdp", "tensor", None)
+        self.query = _normal(rngs, (layers, c.hidden_size, c.num_heads, c.head_dim), c.hidden_size, inner)
+        self.key = _normal(rngs, (layers, c.hidden_size, c.num_kv_heads, c.head_dim), c.hidden_size, inner)
+        self.value = _normal(rngs, (layers, c.hidden_size, c.num_kv_heads, c.head_dim), c.hidden_size, inner)
+        self.out = _normal(
+            rngs, (layers, c.num_heads, c.head_dim, c.hidden_size), width, Spec(None, "tensor", None, "fsdp")
+        )
+        self.query_norm = _ones(layers, c.head_dim)
+        self.key_norm = _ones(layers, c.head_dim)
+
+    def __call__(self, x, positions, attend: Attend, cache, layer):
+        c = self.config
+
+        def heads(weight, scale=None):
+            y = jnp.einsum("bsd,dnh->bsnh", x, _use(weight, x.dtype, None, "tensor", None))
+            if scale is None:
+                return y
+            return rotate(rms_norm(y, scale[...], c.norm_eps), positions, c.rope_theta)
+
+        q, k = heads(self.query, self.query_norm), heads(self.key, self.key_norm)
+        context, cache = attend(q, k, heads(self.value), cache, layer)
+        out = _use(self.out, x.dtype, "tensor", None, None)
+        return jnp.einsum("bsnh,nhd->bsd", context, out, out_sharding=Spec(DATA)), cache
+
+
+class DenseFFN(nnx.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: PolicyConfig, layers: int, rngs: nnx.Rngs):
+        d, f = config.hidden_size, config.dense_width
+        self.gate = _normal(rngs, (layers, d, f), d, Spec(None, "fsdp", "tensor"))
+        self.up = _normal(rngs, (layers, d, f), d, Spec(None, "fsdp", "tensor"))
+        self.down = _normal(rngs, (layers, f, d), f, Spec(None, "tensor", "fsdp"))
+
+    def __call__(self, x, valid):
+        wide = (None, "tensor")
+        hidden = jax.nn.silu(x @ _use(self.gate, x.dtype, *wide)) * (x @ _use(self.up, x.dtype, *wide))
+        down = _use(self.down, x.dtype, "tensor", None)
+        return jnp.einsum("bsf,fd->bsd", hidden, down, out_sharding=Spec(DATA)), None
+
+
+class ExpertFFN(nnx.Module):
+    """A router and its SwiGLU experts."""
+
+    def __init__(self, config: PolicyConfig, layers: int, rngs: nnx.Rngs):
+        c, self.config = config, config
+        d, f, e = c.hidden_size, c.expert_width, c.num_experts
+        wide, narrow = Spec(None, "expert", "fsdp", "tensor"), Spec(None, "expert", "tensor", "fsdp")
+        self.router = _normal(rngs, (layers, d, e), d, Spec(None, "fsdp", None))
+        self.gate = _normal(rngs, (layers, e, d, f), d, wide)
+        self.up = _normal(rngs, (layers, e, d, f), d, wide)
+        self.down = _normal(rngs, (layers, e, f, d), f, narrow)
+
+    def __call__(self, x, valid):
+        c = self.config
+        routing = moe.route(x, _use(self.router, jnp.float32, None, None), c.experts_per_token, c.norm_topk)
+        weights = (w[...].astype(x.dtype) for w in (self.gate, self.up, self.down))
+        y = moe.mix_experts(x, routing, valid, *weights, c.grouped_matmul)
+        return y, Routed(routing.experts, moe.balance_loss(routing, valid))
+
+
+class Block(nnx.Module):
+    """A run of layers of one kind, stacked; the call applies ONE layer (a slice of the stack)."""
+
+    def __init__(self, config: PolicyConfig, sparse: bool, layers: int, rngs: nnx.Rngs):
+        self.config = config
+        self.attention_norm = _ones(layers, config.hidden_size)
+        self.attention = Attention(config, layers, rngs)
+        self.ffn_norm = _ones(layers, config.hidden_size)
+        self.ffn = (ExpertFFN if sparse else DenseFFN)(config, layers, rngs)
+
+    def __call__(self, x, positions, valid, attend: Attend, cache, layer):
+        eps = self.config.norm_eps
+        h = rms_norm(x, self.attention_norm[...], eps)
+        h, cache = self.attention(h, positions, attend, cache, layer)
+        x = x + h
+        h, routed = self.ffn(rms_norm(x, self.ffn_norm[...], eps), valid)
+        return x + h, cache, routed
+
+
+class Policy(nnx.Module):
+    """Tokens to hidden states, hidden states to logits."""
+
+    def __init__(self, config: PolicyConfig, rngs: nnx.Rngs):
+        c, self.config = config, config
+        self.embedding = _normal(rngs, (c.vocab_size, c.hidden_size), c.hidden_size, Spec("tensor", "fsdp"))
+        self.stacks = nnx.List([Block(c, sparse, layers, rngs) for sparse, layers in c.stacks])
+        self.norm = _ones(c.hidden_size)
+        if not c.tied:
+            self.head = _normal(rngs, (c.vocab_size, c.hidden_size), c.hidden_size, Spec("tensor", "fsdp"))
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B S"],
+        positions: Int[Array, "B S"],
+        valid: Bool[Array, "B S"],
+        attend: Attend,
+        cache: Array | None = None,
+    ) -> tuple[Float[Array, "B S D"], Array | None, Routed | None]:
+        """Hidden states after the last norm.
+
+        Args:
+          positions: rotary positions.
+          valid: tokens that count; the others are not routed and their output means nothing.
+          attend: how queries meet keys (see attention.py); it alone reads and writes `cache`.
+          cache: what attend threads through the layers.
+
+        Returns:
+          Hidden states, the cache, and what the routers did (None without sparse layers).
+        """
+        c = self.config
+        embedding = _use(self.embedding, c.dtype, None, None)
+        x = embedding.at[tokens].get(out_sharding=Spec(DATA))
+
+        def one_layer(carry, block_and_layer):
+            block, layer = block_and_layer
+            x, cache, routed = block(carry[0], positions, valid, attend, carry[1], layer)
+            return (x, cache), routed
+
+        if c.remat:
+            one_layer = jax.checkpoint(one_layer)
+        first, routed = 0, []
+        for block, (sparse, layers) in zip(self.stacks, c.stacks, strict=True):
+            xs = (block, jnp.arange(first, first + layers))
+            (x, cache), ys = jax.lax.scan(one_layer, (x, cache), xs, unroll=min(c.unroll, layers))
+            first += layers
+            if sparse:
+                routed.append(ys)
+        joined = jax.tree.map(lambda *a: jnp.concatenate(a), *routed) if routed else None
+        return rms_norm(x, self.norm[...], c.norm_eps), cache, joined
+
+    def logits(self, hidden: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
+        """Output projection, accumulated and returned in float32."""
+        weight = self.embedding if self.config.tied else self.head
+        head = _use(weight, hidden.dtype, "tensor", None)
+        return jnp.einsum("bsd,vd->bsv", hidden, head, preferred_element_type=jnp.float32)
+
+
+def init_policy(config: PolicyConfig, seed: int) -> Policy:
+    """A policy with random weights, created where its shards live."""
+    return jax.jit(lambda: Policy(config, nnx.Rngs(seed)))()

@@ -1,0 +1,103 @@
+"""Text rewards: batches of problems and response texts to numbers, on the host.
+
+A reward is a number, or missing (None, later NaN) when the verifier failed. Missing is never 0: a
+zero would teach the policy that a response was wrong which nobody judged.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from numbers import Real
+
+import numpy as np
+from absl import logging
+from jaxtyping import Bool, Float, Float32
+
+from gspo_jax.data.reasoning import Problem, score_answer
+
+RewardFn = Callable[[Sequence[Problem], Sequence[str]], Sequence[float | None]]
+
+
+def extract_answer(response: str) -> str | None:
+    """The text after the last '#', stripped; None when there is no '#', the wrong format."""
+    _, mark, answer = response.rpartition("#")
+    return answer.strip() if mark else None
+
+
+def reasoning_gym_reward(
+    problems: Sequence[Problem], responses: Sequence[str]
+) -> list[float | None]:
+    """reasoning-gym's own scores of the extracted answers, in [0, 1].
+
+    Wrong answers may get partial credit (0.01, or the share of right letters). A response without
+    '#' gets 0. None where the scorer raised an exception: one log message a batch counts them.
+    """
+    rewards: list[float | None] = []
+    failures: list[str] = []
+    for problem, response in zip(problems, responses, strict=True):
+        answer = extract_answer(response)
+        try:
+            reward = 0.0 if answer is None else score_answer(problem.task, problem.entry, answer)
+        except Exception as error:  # noqa: BLE001 - of any kind: the response provokes it
+            failures.append(f"task {problem.task}, answer {answer!r}: {error!r}")
+            reward = None
+        rewards.append(reward)
+    if failures:
+        logging.warning(
+            "scorer failed on %d of %d responses, rewards are missing; the first: %s",
+            *(len(failures), len(rewards), failures[0]),
+        )
+    return rewards
+
+
+def score(
+    reward_fn: RewardFn, problems: Sequence[Problem], responses: Sequence[str]
+) -> Float32[np.ndarray, " n"]:
+    """Rewards of `responses`, NaN where missing; one log message a batch counts the missing ones.
+
+    Raises ValueError when problems, responses and rewards differ in number (never broadcast) or a
+    reward is infinite; TypeError when a reward is not a number.
+    """
+    if len(problems) != len(responses):
+        raise ValueError(f"{len(problems)} problems for {len(responses)} responses")
+    rewards = reward_fn(problems, responses)
+    name = getattr(reward_fn, "__name__", repr(reward_fn))
+    if isinstance(rewards, str) or not isinstance(rewards, Sequence | np.ndarray):
+        raise TypeError(f"{name} returned {rewards!r}; it must return one reward a response")
+    if len(rewards) != len(responses):
+        raise ValueError(f"{name} returned {len(rewards)} rewards for {len(responses)} responses")
+    for place, reward in enumerate(rewards):
+        if reward is not None and not isinstance(reward, Real | np.bool_):
+            raise TypeError(
+                f"{name} returned {reward!r} ({type(reward).__name__}) for response {place}; "
+                "a reward is a number, or None when it is missing"
+            )
+        if reward is not None and np.isinf(reward):
+            raise ValueError(f"{name} returned {reward} for response {place}; it must be finite")
+    scores = np.array([np.nan if r is None else r for r in rewards], np.float32)
+    if missing := int(np.isnan(scores).sum()):
+        logging.warning("%s: %d of %d rewards are missing", name, missing, len(scores))
+    return scores
+
+
+def solved(scores: Float[np.ndarray, "..."]) -> Bool[np.ndarray, "..."]:
+    """True for full marks; partial credit and missing scores are not solved."""
+    return scores >= 1 - 1e-6
+
+
+def shuffled(reward_fn: RewardFn, seed: int) -> RewardFn:
+    """`reward_fn` with its rewards permuted across the batch: the control of an experiment.
+
+    Rewards keep their distribution and lose their meaning, so a policy trained on them must not
+    improve. The permutation is a function of `seed` and the batch: a resumed run repeats it.
+    """
+
+    def shuffled_reward(
+        problems: Sequence[Problem], responses: Sequence[str]
+    ) -> list[float | None]:
+        rewards = reward_fn(problems, responses)
+        batch = repr([seed, [p.question for p in problems], list(responses)])
+        digest = hashlib.sha256(batch.encode()).digest()
+        order = np.random.default_rng(int.from_bytes(digest[:8])).permutation(len(rewards))
+        return [rewards[i] for i in order]
+
+    return shuffled_reward

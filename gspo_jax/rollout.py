@@ -1,0 +1,309 @@
+"""The sampling phase: prompts prefilled once, responses decoded in one compiled loop.
+
+Continuous batching inside XLA. Each data shard has a queue of its responses and fewer SLOTS than
+responses; a slot whose response ends takes the next one. All slots of all shards advance together,
+one token an iteration, so their key/value caches form a RING with one write index, t mod R: an
+in-place update. An entry is visible to a slot when it is no older than the slot's response.
+
+The first input of a response is the last prompt token; the prompt cache holds the others, once per
+prompt. Per-shard arrays carry a leading shard axis ([Z, slots], Z shards), which the policy sees as
+its batch axis and the slots as its sequence axis.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as Spec
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from gspo_jax.model import attention
+from gspo_jax.model.transformer import Policy
+from gspo_jax.sharding import DATA, data_shards
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingConfig:
+    """How responses are drawn."""
+
+    group_size: int  # responses per prompt
+    response_length: int  # tokens, the end id included
+    slots: int  # responses decoded at once, per data shard
+    end_ids: tuple[int, ...]  # any of them ends a response
+    pad_id: int
+    temperature: float = 1.0  # 0: greedy
+    top_k: int = 0  # evaluation only; 0: off
+    top_p: float = 1.0  # evaluation only
+    record_experts: bool = False
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+    """Prompts, their responses and what is known of them; the one object between phases."""
+
+    prompts: Int[Array, "B P"]  # left-padded
+    prompt_mask: Bool[Array, "B P"]
+    responses: Int[Array, "B R"]  # right-padded, the end id included
+    mask: Bool[Array, "B R"]  # response tokens: trained, and counted in n
+    logps: Float[Array, "B R"]  # the sampler's log-probabilities, float32
+    groups: Int[Array, " B"]  # which prompt of the batch, in [0, Q)
+    finished: Bool[Array, " B"]  # ended by an end id; False: cut at R tokens
+    rewards: Float[Array, " B"]  # NaN: missing
+    iterations: Int[Array, ""]  # of the decode loop
+    experts: Int[Array, "B S Ls k"] | None = None  # of the P + R - 1 input tokens; -1: no input
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Loop:
+    """The state of the decode loop (n responses of a shard)."""
+
+    time: Int[Array, ""]
+    queue: Int[Array, " Z"]  # the next response to start
+    response: Int[Array, "Z slots"]  # in [0, n); n or more: idle
+    position: Int[Array, "Z slots"]  # of the token to be sampled
+    token: Int[Array, "Z slots"]  # the input
+    cache: tuple[Array, Array]  # keys and values, [L, Z, slots, K, R, H]
+    responses: Int[Array, "Z n R"]
+    logps: Float[Array, "Z n R"]
+    lengths: Int[Array, "Z n"]
+    finished: Bool[Array, "Z n"]
+    experts: Int[Array, "Z n R Ls k"] | None
+
+
+def compute_copy(policy: Policy) -> Policy:
+    """The policy in its compute dtype, cast once and not once a token; norms and routers stay."""
+    dtype = policy.config.dtype
+
+    def cast(path, x):
+        keep = any("norm" in str(part) or "router" in str(part) for part in path)
+        return x if keep else x.astype(dtype)
+
+    return jax.tree_util.tree_map_with_path(cast, policy)
+
+
+def _empty_cache(policy: Policy, batch: tuple[int, ...], length: int) -> tuple[Array, Array]:
+    c = policy.config
+    shape = (c.num_layers, *batch, c.num_kv_heads, length, c.head_dim)
+    heads = (None,) * (len(batch) - 1) + ("tensor",)
+    zeros = jnp.zeros(shape, c.dtype, out_sharding=Spec(None, DATA, *heads))
+    return zeros, zeros
+
+
+def prefill(
+    policy: Policy, tokens: Int[Array, "Q T"], mask: Bool[Array, "Q T"]
+) -> tuple[tuple[Array, Array], Array | None]:
+    """Keys and values [L, Q, K, T, H] of left-padded tokens, and their experts [Ls, Q, T, k]."""
+    full = attention.causal(mask.astype(jnp.int32))
+
+    def attend(q, k, v, cache, layer):
+        context, _ = full(q, k, v, None, layer)
+        new = (attention.head_major(k), attention.head_major(v))
+        return context, jax.tree.map(lambda c, x: c.at[layer].set(x), cache, new)
+
+    positions = jnp.maximum(jnp.cumsum(mask, 1) - 1, 0)
+    cache = _empty_cache(policy, tokens.shape[:1], tokens.shape[1])
+    _, cache, routed = policy(tokens, positions, mask, attend, cache)
+    return cache, None if routed is None else routed.experts
+
+
+def decode_attention(
+    prompt_cache: tuple[Array, Array],
+    prompt_mask: Bool[Array, "Z q T"],
+    prompt: Int[Array, "Z slots"],
+    position: Int[Array, "Z slots"],
+    time: Int[Array, ""],
+    length: int,
+) -> attention.Attend:
+    """One token a slot against [the slot's prompt | the live entries of its ring]."""
+    entry = time % length
+    age = (entry - jnp.arange(length)) % length
+    live = age[None, None] <= position[..., None]
+    rows = jax.vmap(lambda row, index: row[index])
+    visible = jnp.concatenate([rows(prompt_mask, prompt), live], -1)[:, :, None, None, None]
+
+    def attend(q, k, v, cache, layer):
+        # What a broken response leaves behind must not reach the slot's next one as 0 * NaN.
+        new = (jnp.where(jnp.isfinite(x), x, 0) for x in (k, v))
+        cache = tuple(c.at[layer, :, :, :, entry].set(x) for c, x in zip(cache, new, strict=True))
+        parts = [(rows(p[layer], prompt), c[layer]) for p, c in zip(prompt_cache, cache, strict=True)]
+        (prompt_keys, keys), (prompt_values, values) = parts
+        scores = [jax.vmap(attention.grouped_scores)(q[:, :, None], x) for x in (prompt_keys, keys)]
+        scores = jnp.where(visible, jnp.concatenate(scores, -1), attention.MASKED)
+        weights = jnp.split(jax.nn.softmax(scores, -1), [prompt_keys.shape[-2]], -1)
+        context = jax.vmap(attention.grouped_context)
+        out = context(weights[0], prompt_values) + context(weights[1], values)
+        return out[:, :, 0], cache
+
+    return attend
+
+
+def restrict(logits: Float[Array, "*lead V"], top_k: int, top_p: float) -> Float[Array, "*lead V"]:
+    """Only the top_k logits, and of those the fewest whose probabilities sum to top_p."""
+    if 0 < top_k < logits.shape[-1]:
+        least = jax.lax.top_k(logits, top_k)[0][..., -1:]
+        logits = jnp.where(logits >= least, logits, -jnp.inf)
+    if top_p < 1.0:
+        ranked = jnp.sort(logits, axis=-1, descending=True)
+        probs = jax.nn.softmax(ranked, -1)
+        kept = jnp.cumsum(probs, -1) - probs < top_p
+        least = jnp.where(kept, ranked, jnp.inf).min(-1, keepdims=True)
+        logits = jnp.where(logits >= least, logits, -jnp.inf)
+    return logits
+
+
+def draw(
+    logits: Float[Array, "Z slots V"],
+    key: PRNGKeyArray,
+    response: Int[Array, "Z slots"],
+    position: Int[Array, "Z slots"],
+    config: SamplingConfig,
+) -> tuple[Int[Array, "Z slots"], Float[Array, "Z slots"]]:
+    """A token and its log-probability for each slot.
+
+    The randomness belongs to (response, position), not to a slot or a device: the same responses
+    come out for any number of slots and any mesh.
+    """
+    if config.temperature > 0:
+        logits = restrict(logits / config.temperature, config.top_k, config.top_p)
+
+        def noise(response, position):
+            own = jax.random.fold_in(jax.random.fold_in(key, response), position)
+            return jax.random.gumbel(own, logits.shape[-1:])
+
+        token = jnp.argmax(logits + jax.vmap(jax.vmap(noise))(response, position), -1)
+    else:
+        token = jnp.argmax(logits, -1)
+    chosen = jnp.take_along_axis(logits, token[..., None], -1)[..., 0]
+    return token.astype(jnp.int32), chosen - jax.nn.logsumexp(logits, -1)
+
+
+def sample(
+    policy: Policy,
+    prompts: Int[Array, "Q P"],
+    prompt_mask: Bool[Array, "Q P"],
+    groups: Int[Array, " Q"],
+    key: PRNGKeyArray,
+    config: SamplingConfig,
+) -> Rollout:
+    """group_size responses to every prompt.
+
+    Args:
+      prompts, prompt_mask: left-padded, at least two columns; rows split evenly over data shards.
+      groups: a number for each prompt, which names its group and seeds its randomness.
+      key: the randomness of this step.
+
+    Returns:
+      A Rollout whose rewards are all missing; B = Q * group_size.
+    """
+    c, length = config, config.response_length
+    shards = data_shards()
+    per_shard = prompts.shape[0] // shards  # prompts
+    n = per_shard * c.group_size  # responses
+    slots = min(c.slots, n)
+    policy = compute_copy(policy)
+
+    def to_shards(x):
+        return x.reshape(shards, per_shard, *x.shape[1:], out_sharding=Spec(DATA))
+
+    def to_rows(x):
+        return x.reshape(shards * n, *x.shape[2:], out_sharding=Spec(DATA))
+
+    def per_response(x):  # [Q, ...] -> [Z, n, ...]
+        return jnp.repeat(to_shards(x), c.group_size, axis=1)
+
+    prompt_cache, prompt_experts = prefill(policy, prompts[:, :-1], prompt_mask[:, :-1])
+    prompt_cache = tuple(
+        x.reshape(x.shape[0], shards, per_shard, *x.shape[2:], out_sharding=Spec(None, DATA, None, "tensor"))
+        for x in prompt_cache
+    )
+    context_mask = to_shards(prompt_mask[:, :-1])
+    prompt_lengths = to_shards(prompt_mask.sum(1))
+    last_token = to_shards(prompts[:, -1])
+    take = jax.vmap(lambda row, index: row[index])
+    offsets = jnp.tile(jnp.arange(c.group_size), per_shard)[None]
+    response_ids = per_response(groups) * c.group_size + offsets
+    ends = jnp.array(c.end_ids, jnp.int32)
+
+    def full(shape, value, dtype):
+        return jnp.full((shards, *shape), value, dtype, out_sharding=Spec(DATA))
+
+    def start(response):  # the prompt a slot's response belongs to, 0 for an idle slot
+        return jnp.where(response < n, response // c.group_size, 0)
+
+    def body(s: _Loop) -> _Loop:
+        live = s.response < n
+        prompt = start(s.response)
+        attend = decode_attention(prompt_cache, context_mask, prompt, s.position, s.time, length)
+        rotary = take(prompt_lengths, prompt) - 1 + s.position
+        hidden, cache, routed = policy(s.token, rotary, live, attend, s.cache)
+        logits = jax.sharding.reshard(policy.logits(hidden), Spec(DATA))
+        ids = take(response_ids, jnp.minimum(s.response, n - 1))
+        token, logp = draw(logits, key, ids, s.position, c)
+        ended = (token[..., None] == ends[None, None]).any(-1)
+        done = live & (ended | (s.position == length - 1))
+
+        def write(log, value):
+            put = jax.vmap(lambda log, r, p, v: log.at[r, p].set(v, mode="drop"))
+            return put(log, s.response, s.position, value)
+
+        def finish(log, value):
+            put = jax.vmap(lambda log, r, v: log.at[r].set(v, mode="drop"))
+            return put(log, jnp.where(done, s.response, n), value)
+
+        experts = s.experts
+        if experts is not None:
+            experts = write(experts, jnp.moveaxis(routed.experts, 0, 2))
+        response = jnp.where(done, s.queue[:, None] + jnp.cumsum(done, 1) - 1, s.response)
+        return _Loop(
+            time=s.time + 1,
+            queue=s.queue + done.sum(1),
+            response=response,
+            position=jnp.where(done, 0, s.position + live),
+            token=jnp.where(done, take(last_token, start(response)), token),
+            cache=cache,
+            responses=write(s.responses, token),
+            logps=write(s.logps, logp),
+            lengths=finish(s.lengths, s.position + 1),
+            finished=finish(s.finished, ended),
+            experts=experts,
+        )
+
+    first = full((slots,), 0, jnp.int32) + jnp.arange(slots, dtype=jnp.int32)[None]
+    sparse, k = policy.config.num_sparse_layers, policy.config.experts_per_token
+    record = c.record_experts and sparse > 0
+    end = jax.lax.while_loop(
+        lambda s: (s.response < n).any(),
+        body,
+        _Loop(
+            time=jnp.int32(0),
+            queue=full((), slots, jnp.int32),
+            response=first,
+            position=full((slots,), 0, jnp.int32),
+            token=take(last_token, start(first)),
+            cache=_empty_cache(policy, (shards, slots), length),
+            responses=full((n, length), c.pad_id, jnp.int32),
+            logps=full((n, length), 0.0, jnp.float32),
+            lengths=full((n,), 0, jnp.int32),
+            finished=full((n,), False, bool),
+            experts=full((n, length, sparse, k), -1, jnp.int32) if record else None,
+        ),
+    )
+    experts = None
+    if record:
+        context = jnp.moveaxis(prompt_experts, 0, 2)
+        context = jnp.where(prompt_mask[:, :-1, None, None], context, -1)
+        experts = to_rows(jnp.concatenate([per_response(context), end.experts], 2))
+    return Rollout(
+        prompts=to_rows(per_response(prompts)),
+        prompt_mask=to_rows(per_response(prompt_mask)),
+        responses=to_rows(end.responses),
+        mask=to_rows(jnp.arange(length)[None, None] < end.lengths[..., None]),
+        logps=to_rows(end.logps),
+        groups=to_rows(per_response(groups)),
+        finished=to_rows(end.finished),
+        rewards=to_rows(full((n,), jnp.nan, jnp.float32)),
+        iterations=end.time,
+        experts=experts,
+    )
