@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AbstractMesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as Spec
 from orbax.checkpoint import v1 as ocp
 
 PyTree = Any
@@ -268,11 +269,9 @@ def _abstract(leaf: Any) -> Any:
         sharding = (
             SingleDeviceSharding(jax.local_devices()[0])
             if mesh.empty
-            else NamedSharding(mesh, PartitionSpec())
+            else NamedSharding(mesh, Spec())
         )
-    elif isinstance(sharding, NamedSharding) and isinstance(
-        sharding.mesh, jax.sharding.AbstractMesh
-    ):
+    elif isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
         if mesh.empty:
             raise ValueError(
                 "the target is sharded on an abstract mesh: restore under `jax.set_mesh(mesh)`"

@@ -10,17 +10,21 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from absl import logging
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Float, Shaped
+
+# A float32 array. Not said to the type checker: tree functions put other things in its place.
+Leaf = Any
 
 
 @jax.tree_util.register_dataclass
 @dataclass
 class Metrics:
-    """Partial means and extremes, by name; all scalars, or with a leading axis from a scan.
+    """Partial means and extremes, by name: float32 scalars, or vectors stacked by a scan.
 
     Attributes:
       sums: (Σ weight · value, Σ weight) of each mean.
@@ -28,13 +32,13 @@ class Metrics:
         `_max` to their names, so that `ratio` may have a mean and both extremes.
     """
 
-    sums: dict[str, tuple[Float[Array, "..."], Float[Array, "..."]]] = field(default_factory=dict)
-    mins: dict[str, Float[Array, "..."]] = field(default_factory=dict)
-    maxs: dict[str, Float[Array, "..."]] = field(default_factory=dict)
+    sums: dict[str, tuple[Leaf, Leaf]] = field(default_factory=dict)
+    mins: dict[str, Leaf] = field(default_factory=dict)
+    maxs: dict[str, Leaf] = field(default_factory=dict)
 
 
 def weighted(
-    values: Num[Array, "..."], weights: Num[Array, "..."] | None = None
+    values: Shaped[Array, "*shape"], weights: Shaped[Array, "*shape"] | None = None
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """(Σ weight · value, Σ weight) for `Metrics.sums`; of the same weight each if none is given.
 
@@ -43,18 +47,18 @@ def weighted(
     values = values.astype(jnp.float32)
     if weights is None:
         weights = jnp.ones_like(values)
-    weights = jnp.broadcast_to(weights.astype(jnp.float32), values.shape)
+    weights = weights.astype(jnp.float32)
     return jnp.sum(jnp.where(weights != 0, values * weights, 0.0)), jnp.sum(weights)
 
 
-def lowest(values: Num[Array, "..."], mask: Num[Array, "..."]) -> Float[Array, ""]:
+def lowest(values: Shaped[Array, "*shape"], mask: Shaped[Array, "*shape"]) -> Float[Array, ""]:
     """The least of the values under a true mask, for `Metrics.mins`; +inf if there is none."""
     return jnp.min(jnp.where(mask != 0, values.astype(jnp.float32), jnp.inf))
 
 
-def highest(values: Num[Array, "..."], mask: Num[Array, "..."]) -> Float[Array, ""]:
+def highest(values: Shaped[Array, "*shape"], mask: Shaped[Array, "*shape"]) -> Float[Array, ""]:
     """The greatest of the values under a true mask, for `Metrics.maxs`; −inf if there is none."""
-    return -lowest(-values, mask)
+    return jnp.max(jnp.where(mask != 0, values.astype(jnp.float32), -jnp.inf))
 
 
 def merge(a: Metrics, b: Metrics) -> Metrics:
@@ -123,8 +127,11 @@ class MetricsWriter:
             os.replace(fresh, path)
         self._file = path.open("a", encoding="utf-8")
 
-    def write(self, step: int, values: Mapping[str, float | int | str]) -> None:
-        """Writes one line, {"step": step, **values}, and flushes. NaN and ±inf become null."""
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Writes one line, {"step": step, **values}, and flushes.
+
+        Values are numbers (of Python, NumPy or JAX) or strings; NaN and ±inf become null.
+        """
         if self._file is not None:
             line = {"step": int(step)} | {name: _strict(value) for name, value in values.items()}
             self._file.write(json.dumps(line, allow_nan=False) + "\n")
@@ -172,7 +179,7 @@ def _lines(path: Path) -> list[tuple[str, dict]]:
     return lines
 
 
-def _strict(value: float | int | str) -> float | int | str | None:
+def _strict(value: Any) -> float | int | str | None:
     """A value that JSON has: NumPy and JAX scalars as Python's, what is not finite as None."""
     value = value.item() if hasattr(value, "item") else value
     return None if isinstance(value, float) and not math.isfinite(value) else value

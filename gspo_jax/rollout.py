@@ -11,6 +11,7 @@ its batch axis and the slots as its sequence axis.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +38,7 @@ class SamplingConfig:
     record_experts: bool = False
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Rollout:
+class Rollout(NamedTuple):
     """Prompts, their responses and what is known of them; the one object between phases."""
 
     prompts: Int[Array, "B P"]  # left-padded
@@ -54,9 +53,7 @@ class Rollout:
     experts: Int[Array, "B S Ls k"] | None = None  # of the P + R - 1 input tokens; -1: no input
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Loop:
+class _Loop(NamedTuple):
     """The state of the decode loop (n responses of a shard)."""
 
     time: Int[Array, ""]
@@ -64,7 +61,7 @@ class _Loop:
     response: Int[Array, "Z slots"]  # in [0, n); n or more: idle
     position: Int[Array, "Z slots"]  # of the token to be sampled
     token: Int[Array, "Z slots"]  # the input
-    cache: tuple[Array, Array]  # keys and values, [L, Z, slots, K, R, H]
+    cache: attention.Cache  # keys and values, [L, Z, slots, K, R, H]
     responses: Int[Array, "Z n R"]
     logps: Float[Array, "Z n R"]
     lengths: Int[Array, "Z n"]
@@ -83,7 +80,7 @@ def compute_copy(policy: Policy) -> Policy:
     return jax.tree_util.tree_map_with_path(cast, policy)
 
 
-def _empty_cache(policy: Policy, batch: tuple[int, ...], length: int) -> tuple[Array, Array]:
+def _empty_cache(policy: Policy, batch: tuple[int, ...], length: int) -> attention.Cache:
     c = policy.config
     shape = (c.num_layers, *batch, c.num_kv_heads, length, c.head_dim)
     heads = (None,) * (len(batch) - 1) + ("tensor",)
@@ -93,7 +90,7 @@ def _empty_cache(policy: Policy, batch: tuple[int, ...], length: int) -> tuple[A
 
 def prefill(
     policy: Policy, tokens: Int[Array, "Q T"], mask: Bool[Array, "Q T"]
-) -> tuple[tuple[Array, Array], Array | None]:
+) -> tuple[attention.Cache, Array | None]:
     """Keys and values [L, Q, K, T, H] of left-padded tokens, and their experts [Ls, Q, T, k]."""
     full = attention.causal(mask.astype(jnp.int32))
 
@@ -109,7 +106,7 @@ def prefill(
 
 
 def decode_attention(
-    prompt_cache: tuple[Array, Array],
+    prompt_cache: attention.Cache,
     prompt_mask: Bool[Array, "Z q T"],
     prompt: Int[Array, "Z slots"],
     position: Int[Array, "Z slots"],
@@ -127,7 +124,9 @@ def decode_attention(
         # What a broken response leaves behind must not reach the slot's next one as 0 * NaN.
         new = (jnp.where(jnp.isfinite(x), x, 0) for x in (k, v))
         cache = tuple(c.at[layer, :, :, :, entry].set(x) for c, x in zip(cache, new, strict=True))
-        parts = [(rows(p[layer], prompt), c[layer]) for p, c in zip(prompt_cache, cache, strict=True)]
+        parts = [
+            (rows(p[layer], prompt), c[layer]) for p, c in zip(prompt_cache, cache, strict=True)
+        ]
         (prompt_keys, keys), (prompt_values, values) = parts
         scores = [jax.vmap(attention.grouped_scores)(q[:, :, None], x) for x in (prompt_keys, keys)]
         scores = jnp.where(visible, jnp.concatenate(scores, -1), attention.MASKED)
@@ -215,7 +214,13 @@ def sample(
 
     prompt_cache, prompt_experts = prefill(policy, prompts[:, :-1], prompt_mask[:, :-1])
     prompt_cache = tuple(
-        x.reshape(x.shape[0], shards, per_shard, *x.shape[2:], out_sharding=Spec(None, DATA, None, "tensor"))
+        x.reshape(
+            x.shape[0],
+            shards,
+            per_shard,
+            *x.shape[2:],
+            out_sharding=Spec(None, DATA, None, "tensor"),
+        )
         for x in prompt_cache
     )
     context_mask = to_shards(prompt_mask[:, :-1])

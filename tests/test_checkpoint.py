@@ -20,6 +20,12 @@ from jax.sharding import PartitionSpec as Spec
 
 from gspo_jax.checkpoint import CheckpointMismatch, Checkpoints, CheckpointUnreadable
 
+# Orbax leaves coroutines behind when it meets a damaged file.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:coroutine 'Store:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
 
 class Layer(nnx.Module):
     def __init__(self, width, dtype, rngs):
@@ -240,7 +246,7 @@ def empty(path):
 
 @pytest.mark.parametrize("damage", [delete, halve, empty])
 @pytest.mark.parametrize(
-    "files", ["_CHECKPOINT_METADATA", "*/_METADATA", "*/manifest.ocdbt", "*/d/*", "**/d/*", "**/*"]
+    "files", ["_CHECKPOINT_METADATA", "*/_METADATA", "*/manifest.ocdbt", "**/d/*", "**/*"]
 )
 def test_a_damaged_newest_state_is_passed_over(sound, tmp_path, caplog, files, damage):
     workdir = shutil.copytree(sound, tmp_path / "run")

@@ -113,9 +113,7 @@ def test_a_new_run_begins_the_file_anew(tmp_path):
 
 def test_lines_are_strict_json(tmp_path):
     with MetricsWriter(tmp_path) as writer:
-        writer.write(
-            np.int64(0), {"loss": math.nan, "norm": jnp.float32(jnp.inf), "n": np.int32(3)}
-        )
+        writer.write(0, {"loss": math.nan, "norm": jnp.float32(jnp.inf), "n": np.int32(3)})
         text = (tmp_path / "metrics.jsonl").read_text()  # flushed before it is closed
     assert json.loads(text, parse_constant=pytest.fail) == {
         "step": 0,

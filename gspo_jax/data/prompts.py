@@ -16,7 +16,7 @@ from absl import logging
 from jaxtyping import Bool, Int32
 
 from gspo_jax.data.reasoning import Problem
-from gspo_jax.data.tokenizers import Tokenizer
+from gspo_jax.data.tokenizers import TokenIds, Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -156,7 +156,7 @@ class _Kept:
 
 
 def left_pad(
-    rows: Sequence[Sequence[int]], width: int, pad_id: int
+    rows: Sequence[TokenIds], width: int, pad_id: int
 ) -> tuple[Int32[np.ndarray, "n width"], Bool[np.ndarray, "n width"]]:
     """Rows flush right in `width` columns, and the mask of their tokens.
 
@@ -167,7 +167,7 @@ def left_pad(
 
 
 def right_pad(
-    rows: Sequence[Sequence[int]], width: int, pad_id: int
+    rows: Sequence[TokenIds], width: int, pad_id: int
 ) -> tuple[Int32[np.ndarray, "n width"], Bool[np.ndarray, "n width"]]:
     """Rows flush left in `width` columns, and the mask of their tokens.
 

@@ -23,6 +23,7 @@ import random
 import tempfile
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,21 @@ from gspo_jax.data import worked
 
 SPLITS = ("cold_start", "train", "heldout")
 TASKS = tuple(sorted(set(factory.DATASETS) - {"composite"}))  # `composite` mixes; so do our sources
+# Their scorers evaluate the answer as Python code, so that a response can run anything or hang the
+# run with 9**9**9**9 (found by trial, reasoning-gym 0.1.25; coin_flip hangs on 1e999999999).
+EVALUATING = frozenset(
+    {
+        "binary_matrix",
+        "countdown",
+        "intermediate_integration",
+        "n_queens",
+        "polynomial_multiplication",
+        "puzzle24",
+        "simple_integration",
+        "spiral_matrix",
+        "string_insertion",
+    }
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,14 +146,15 @@ def generate(spec: TaskSpec, count: int, seed: int) -> list[Problem]:
     """
     problems: dict[str, Problem] = {}
     draws = stale = unsolvable = 0
-    for entry, config in _entries(spec, count, seed):
+    for entry in _entries(spec, count, seed):
         # A last missing one of n equally likely questions stays unseen that long once in e^10.
         if len(problems) == count or stale > 1000 + 10 * len(problems):
             break
         draws, stale = draws + 1, stale + 1
         if entry["question"] in problems:
             continue
-        text = encode_entry({**entry, "config": config}, f"task {spec.name}: entry")
+        stored = {**entry, "params": spec.params, "level": spec.level}  # some scorers ask for them
+        text = encode_entry(stored, f"task {spec.name}: entry")
         answer = entry["answer"]
         if answer is not None and score_answer(spec.name, text, answer) < 1 - 1e-6:
             unsolvable += 1
@@ -160,8 +177,8 @@ def generate(spec: TaskSpec, count: int, seed: int) -> list[Problem]:
     return list(problems.values())
 
 
-def _entries(spec: TaskSpec, chunk_size: int, seed: int) -> Iterator[tuple[dict, dict]]:
-    """Endless entries of a task, each with the configuration that its scorer needs.
+def _entries(spec: TaskSpec, chunk_size: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Endless entries of a task, as reasoning-gym makes them.
 
     reasoning-gym seeds problem i with seed + i, so that seeds 0 and 1 share all problems but one;
     hashing the seed makes them independent. A chunk is as long as what is wanted, because some
@@ -177,16 +194,15 @@ def _entries(spec: TaskSpec, chunk_size: int, seed: int) -> Iterator[tuple[dict,
                 f"task {spec.name}: {chunk_size} problems with params={spec.params}, "
                 f"level={spec.level} are refused by reasoning-gym: {error}"
             ) from error
-        kept = {k: v for k, v in dataclasses.asdict(config).items() if k not in ("seed", "size")}
         for index in range(chunk_size):
-            yield dataset[index], kept
+            yield dataset[index]
 
 
 def encode_entry(entry: Any, where: str = "entry") -> str:
     """JSON text that `decode_entry` turns back into an equal value.
 
-    Tuples and dicts with keys other than str survive, as some scorers depend on them; NumPy values
-    become Python's. ValueError, naming the place, for anything else.
+    Tuples, fractions and dicts with keys other than str survive, as some scorers depend on them;
+    NumPy values become Python's. ValueError, naming the place, for anything else.
     """
 
     def pack(value: Any, where: str) -> Any:
@@ -198,6 +214,8 @@ def encode_entry(entry: Any, where: str = "entry") -> str:
             return [pack(v, f"{where}[{i}]") for i, v in enumerate(value)]
         if isinstance(value, tuple):
             return {"__tuple__": pack(list(value), where)}
+        if isinstance(value, Fraction):
+            return {"__fraction__": str(value)}
         if isinstance(value, dict) and all(isinstance(key, str) for key in value):
             return {key: pack(v, f"{where}.{key}") for key, v in value.items()}
         if isinstance(value, dict):
@@ -213,8 +231,10 @@ def decode_entry(text: str) -> Any:
     def unpack(value: dict) -> Any:
         if value.keys() == {"__tuple__"}:
             return tuple(value["__tuple__"])
+        if value.keys() == {"__fraction__"}:
+            return Fraction(value["__fraction__"])
         if value.keys() == {"__items__"}:
-            return {key: v for key, v in value["__items__"]}
+            return dict(value["__items__"])
         return value
 
     return json.loads(text, object_hook=unpack)
@@ -226,14 +246,15 @@ def score_answer(task: str, entry: str, answer: str | None) -> float:
     entry: as in `Problem`. A wrong answer may get partial credit.
     """
     decoded = decode_entry(entry)
-    return float(_scorer(task, encode_entry(decoded.pop("config")))(answer, decoded))
+    spec = task, decoded.pop("params"), decoded.pop("level")
+    return float(_scorer(*spec)(answer, decoded))
 
 
 @functools.lru_cache(maxsize=64)
-def _scorer(task: str, config: str) -> Any:
+def _scorer(task: str, params: str, level: int | None) -> Any:
     """Some scorers read the configuration, so the default one would not do."""
-    dataset_class, config_class = factory.DATASETS[task]
-    return dataset_class(config_class(**decode_entry(config), seed=0)).score_answer
+    config = TaskSpec(task, params, level).config(seed=0, size=1)
+    return factory.DATASETS[task][0](config).score_answer
 
 
 class ReasoningGym(tfds.core.GeneratorBasedBuilder):
@@ -320,6 +341,12 @@ def build(
             f"data_dir={os.fspath(data_dir)!r} must be a local directory; each host builds the "
             "same data for itself"
         )
+    if spec.name in EVALUATING:
+        logging.warning(
+            "task %s: its scorer runs answers as Python code, with the rights of this process; "
+            "train on it in a sandbox only",
+            spec.name,
+        )
     root = Path(data_dir)
     home = root / _name(spec, sizes, seed)
     if not home.exists():
@@ -348,8 +375,8 @@ def _name(spec: TaskSpec, sizes: Mapping[str, int], seed: int) -> str:
     return f"{spec.name}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
 
 
-def _prepare(builder: ReasoningGym, downloads: Path) -> None:
+def _prepare(builder: ReasoningGym, scratch: Path) -> None:
     """Generates the data set, without TFDS's talk of downloads and of folders soon renamed."""
     tfds.disable_progress_bar()
     with contextlib.redirect_stdout(io.StringIO()):
-        builder.download_and_prepare(download_dir=downloads / "downloads")
+        builder.download_and_prepare(download_dir=scratch / "downloads")

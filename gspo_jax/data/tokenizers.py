@@ -1,7 +1,12 @@
 """Tokenizers: text to token ids and back, and the template that turns a question into a prompt."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Integer
+
+TokenIds = Sequence[int] | Integer[np.ndarray, " _"]
 
 
 @runtime_checkable
@@ -23,7 +28,7 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, nothing added."""
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: TokenIds) -> str:
         """Text of `ids`, pads and other special ids left out. Cutting at the first end id is the
         caller's work."""
 
@@ -59,7 +64,7 @@ class AsciiTokenizer:
             )
         return ids
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: TokenIds) -> str:
         """Characters of `ids` without the special ones. ValueError on an id outside [0, 128)."""
         special = {self.pad_id, self.start_id, *self.end_ids}
         ids = [int(token) for token in ids]

@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+# Keys and values of all layers, [L, ..., T, H] each.
+Cache = tuple[Array, Array]
 # attend(q, k, v, cache, layer) -> (context, cache): how a layer's queries meet keys and values.
 # The policy is the same for training, prefill and decoding; only this function differs.
-Attend = Callable[..., tuple[Array, Array | None]]
+Attend = Callable[..., tuple[Array, Cache | None]]
 
 MASKED = -1e30  # finite, so that a row that sees nothing stays free of NaN
 

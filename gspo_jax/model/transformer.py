@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as Spec
 from jax.sharding import reshard
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from gspo_jax.model import moe
-from gspo_jax.model.attention import Attend, rotate
+from gspo_jax.model.attention import Attend, Cache, rotate
 from gspo_jax.sharding import DATA
 
 
@@ -41,6 +42,7 @@ class PolicyConfig:
     tied: bool = False
     rope_theta: float = 1e6
     norm_eps: float = 1e-6
+    max_positions: int = 32768
     compute_dtype: str = "float32"
     remat: bool = False
     unroll: int = 1  # layers per iteration of the scan
@@ -87,7 +89,7 @@ def _ones(*shape: int) -> nnx.Param:
     return nnx.Param(jnp.ones(shape, jnp.float32))
 
 
-def _use(param: nnx.Param, dtype: jnp.dtype, *spec: str | None) -> Array:
+def _use(param: nnx.Param, dtype: DTypeLike, *spec: str | None) -> Array:
     """The parameter in the compute dtype, gathered over "fsdp"."""
     return reshard(param[...].astype(dtype), Spec(*spec))
 
@@ -107,11 +109,20 @@ class Attention(nnx.Module):
         c, self.config = config, config
         width = c.num_heads * c.head_dim
         inner = Spec(None, "fsdp", "tensor", None)
-        self.query = _normal(rngs, (layers, c.hidden_size, c.num_heads, c.head_dim), c.hidden_size, inner)
-        self.key = _normal(rngs, (layers, c.hidden_size, c.num_kv_heads, c.head_dim), c.hidden_size, inner)
-        self.value = _normal(rngs, (layers, c.hidden_size, c.num_kv_heads, c.head_dim), c.hidden_size, inner)
+        self.query = _normal(
+            rngs, (layers, c.hidden_size, c.num_heads, c.head_dim), c.hidden_size, inner
+        )
+        self.key = _normal(
+            rngs, (layers, c.hidden_size, c.num_kv_heads, c.head_dim), c.hidden_size, inner
+        )
+        self.value = _normal(
+            rngs, (layers, c.hidden_size, c.num_kv_heads, c.head_dim), c.hidden_size, inner
+        )
         self.out = _normal(
-            rngs, (layers, c.num_heads, c.head_dim, c.hidden_size), width, Spec(None, "tensor", None, "fsdp")
+            rngs,
+            (layers, c.num_heads, c.head_dim, c.hidden_size),
+            width,
+            Spec(None, "tensor", None, "fsdp"),
         )
         self.query_norm = _ones(layers, c.head_dim)
         self.key_norm = _ones(layers, c.head_dim)
@@ -142,7 +153,9 @@ class DenseFFN(nnx.Module):
 
     def __call__(self, x, valid):
         wide = (None, "tensor")
-        hidden = jax.nn.silu(x @ _use(self.gate, x.dtype, *wide)) * (x @ _use(self.up, x.dtype, *wide))
+        hidden = jax.nn.silu(x @ _use(self.gate, x.dtype, *wide)) * (
+            x @ _use(self.up, x.dtype, *wide)
+        )
         down = _use(self.down, x.dtype, "tensor", None)
         return jnp.einsum("bsf,fd->bsd", hidden, down, out_sharding=Spec(DATA)), None
 
@@ -153,7 +166,10 @@ class ExpertFFN(nnx.Module):
     def __init__(self, config: PolicyConfig, layers: int, rngs: nnx.Rngs):
         c, self.config = config, config
         d, f, e = c.hidden_size, c.expert_width, c.num_experts
-        wide, narrow = Spec(None, "expert", "fsdp", "tensor"), Spec(None, "expert", "tensor", "fsdp")
+        wide, narrow = (
+            Spec(None, "expert", "fsdp", "tensor"),
+            Spec(None, "expert", "tensor", "fsdp"),
+        )
         self.router = _normal(rngs, (layers, d, e), d, Spec(None, "fsdp", None))
         self.gate = _normal(rngs, (layers, e, d, f), d, wide)
         self.up = _normal(rngs, (layers, e, d, f), d, wide)
@@ -161,7 +177,9 @@ class ExpertFFN(nnx.Module):
 
     def __call__(self, x, valid):
         c = self.config
-        routing = moe.route(x, _use(self.router, jnp.float32, None, None), c.experts_per_token, c.norm_topk)
+        routing = moe.route(
+            x, _use(self.router, jnp.float32, None, None), c.experts_per_token, c.norm_topk
+        )
         weights = (w[...].astype(x.dtype) for w in (self.gate, self.up, self.down))
         y = moe.mix_experts(x, routing, valid, *weights, c.grouped_matmul)
         return y, Routed(routing.experts, moe.balance_loss(routing, valid))
@@ -191,11 +209,15 @@ class Policy(nnx.Module):
 
     def __init__(self, config: PolicyConfig, rngs: nnx.Rngs):
         c, self.config = config, config
-        self.embedding = _normal(rngs, (c.vocab_size, c.hidden_size), c.hidden_size, Spec("tensor", "fsdp"))
+        self.embedding = _normal(
+            rngs, (c.vocab_size, c.hidden_size), c.hidden_size, Spec("tensor", "fsdp")
+        )
         self.stacks = nnx.List([Block(c, sparse, layers, rngs) for sparse, layers in c.stacks])
         self.norm = _ones(c.hidden_size)
         if not c.tied:
-            self.head = _normal(rngs, (c.vocab_size, c.hidden_size), c.hidden_size, Spec("tensor", "fsdp"))
+            self.head = _normal(
+                rngs, (c.vocab_size, c.hidden_size), c.hidden_size, Spec("tensor", "fsdp")
+            )
 
     def __call__(
         self,
@@ -203,8 +225,8 @@ class Policy(nnx.Module):
         positions: Int[Array, "B S"],
         valid: Bool[Array, "B S"],
         attend: Attend,
-        cache: Array | None = None,
-    ) -> tuple[Float[Array, "B S D"], Array | None, Routed | None]:
+        cache: Cache | None = None,
+    ) -> tuple[Float[Array, "B S D"], Cache | None, Routed | None]:
         """Hidden states after the last norm.
 
         Args:

@@ -10,9 +10,10 @@ from numbers import Real
 
 import numpy as np
 from absl import logging
-from jaxtyping import Bool, Float, Float32
+from jaxtyping import Bool, Float, Float32, Int
 
 from gspo_jax.data.reasoning import Problem, score_answer
+from gspo_jax.data.tokenizers import Tokenizer
 
 RewardFn = Callable[[Sequence[Problem], Sequence[str]], Sequence[float | None]]
 
@@ -30,6 +31,7 @@ def reasoning_gym_reward(
 
     Wrong answers may get partial credit (0.01, or the share of right letters). A response without
     '#' gets 0. None where the scorer raised an exception: one log message a batch counts them.
+    There is no time limit: see `EVALUATING` in data/reasoning.py for scorers that can hang.
     """
     rewards: list[float | None] = []
     failures: list[str] = []
@@ -101,3 +103,15 @@ def shuffled(reward_fn: RewardFn, seed: int) -> RewardFn:
         return [rewards[i] for i in order]
 
     return shuffled_reward
+
+
+def judge(
+    reward_fn: RewardFn,
+    tokenizer: Tokenizer,
+    problems: Sequence[Problem],
+    responses: Int[np.ndarray, "n R"],
+    mask: Bool[np.ndarray, "n R"],
+) -> tuple[list[str], Float32[np.ndarray, " n"]]:
+    """The responses as text, and their rewards (see `score`)."""
+    texts = [tokenizer.decode(row[kept]) for row, kept in zip(responses, mask, strict=True)]
+    return texts, score(reward_fn, problems, texts)

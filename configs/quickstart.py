@@ -1,0 +1,86 @@
+"""A 1 M-parameter Qwen3-MoE learns two reasoning-gym tasks by GSPO.
+
+python -m gspo_jax.train --config=configs/quickstart.py --workdir=runs/quickstart
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    """The quickstart."""
+    c = ConfigDict()
+    c.seed = 0  # of weights, data and sampling
+    c.steps = 100  # rollouts, each followed by its updates
+    c.init_from = ""  # a Hugging Face Qwen3-MoE folder to start from; "": random weights
+    c.shuffle_rewards = False  # the control: rewards permuted over the batch teach nothing
+
+    c.policy = ConfigDict()
+    c.policy.vocab_size = 128
+    c.policy.hidden_size = 128
+    c.policy.num_layers = 4
+    c.policy.num_heads = 4
+    c.policy.num_kv_heads = 2
+    c.policy.head_dim = 32
+    c.policy.num_experts = 8
+    c.policy.experts_per_token = 2
+    c.policy.expert_width = 64
+    c.policy.max_positions = 512  # the context: prompt and response must fit
+    c.policy.rope_theta = 10000.0
+    c.policy.compute_dtype = "float32"  # or "bfloat16"; parameters are always float32
+    c.policy.remat = False  # recompute layers in the backward pass instead of storing them
+    c.policy.unroll = 4  # layers per iteration of the scan: more is faster and compiles longer
+
+    c.mesh = ConfigDict()  # devices along each axis
+    c.mesh.fsdp = 1
+    c.mesh.expert = 1
+    c.mesh.tensor = 1
+
+    c.data = ConfigDict()
+    c.data.tasks = ConfigDict()  # reasoning-gym tasks with their parameters
+    c.data.tasks.chain_sum = dict(min_terms=3, max_terms=4, min_digits=2, max_digits=2)
+    c.data.tasks.products = dict(min_terms=2, max_terms=2, min_digits=2, max_digits=2)
+    c.data.tasks.spell_backward = dict(min_word_len=4, max_word_len=8)
+    c.data.tasks.count_bits = dict(max_n=4000)
+    c.data.cold_start = 1800  # problems a task in each split; no question is in two
+    c.data.train = 1800
+    c.data.heldout = 200
+    c.data.dir = "runs/data"  # built once
+    c.data.tokenizer = "ascii"
+
+    c.cold_start = ConfigDict()  # supervised training on worked solutions
+    c.cold_start.steps = 600
+    c.cold_start.batch = 64
+    c.cold_start.learning_rate = 1e-3
+    c.cold_start.warmup = 50
+
+    c.rollout = ConfigDict()
+    c.rollout.prompts = 16  # a step
+    c.rollout.group_size = 8  # responses a prompt
+    c.rollout.prompt_length = 96  # tokens; longer prompts are dropped
+    c.rollout.response_length = 64  # tokens; longer responses are cut
+    c.rollout.slots = 64  # responses decoded at once
+    c.rollout.temperature = 1.0
+
+    c.gspo = ConfigDict()
+    c.gspo.clip_low = 3e-4  # the paper's
+    c.gspo.clip_high = 4e-4
+    c.gspo.minibatches = 4  # updates a rollout
+    c.gspo.micro_batch = 32  # sequences in one forward and backward pass
+    c.gspo.std_floor = 1e-4  # groups whose rewards deviate less have advantage 0
+    c.gspo.balance_coef = 1e-3  # load-balancing loss of the experts
+    c.gspo.logps_chunk = 0  # response positions whose logits exist at once; 0: all
+
+    c.optimizer = ConfigDict()  # AdamW
+    c.optimizer.learning_rate = 3e-4
+    c.optimizer.warmup = 8  # updates
+    c.optimizer.weight_decay = 0.0
+    c.optimizer.max_grad_norm = 1.0
+
+    c.evaluation = ConfigDict()
+    c.evaluation.every = 25  # steps; 0: at the start and the end only
+    c.evaluation.samples = 8  # k of avg@k and pass@k
+
+    c.checkpoint = ConfigDict()
+    c.checkpoint.every = 10  # steps; the rollout is saved where the state is
+    c.checkpoint.keep = 2
+    return c

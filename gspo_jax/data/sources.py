@@ -1,0 +1,48 @@
+"""From a config to the prompt sets of a run."""
+
+from typing import NamedTuple
+
+from gspo_jax.config import TrainConfig
+from gspo_jax.data.prompts import PromptSet, WorkedSet
+from gspo_jax.data.reasoning import Problems, build
+from gspo_jax.data.tokenizers import AsciiTokenizer, Tokenizer
+
+
+class Sources(NamedTuple):
+    """The data of a run; `worked` is None without a cold start."""
+
+    tokenizer: Tokenizer
+    worked: WorkedSet | None
+    train: PromptSet
+    heldout: dict[str, PromptSet]  # by task
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when any prompt or answer does."""
+        return "-".join(s.fingerprint for s in (self.train, *self.heldout.values()))
+
+
+def open_sources(config: TrainConfig) -> Sources:
+    """Builds (once; later reads) the splits of every task."""
+    c, r = config.data, config.rollout
+    tokenizer = AsciiTokenizer()
+    sizes = {"cold_start": c.cold_start, "train": c.train, "heldout": c.heldout}
+    splits = {spec.name: build(spec, sizes, config.seed, c.dir) for spec in c.specs()}
+
+    def mixed(split: str) -> Problems:
+        parts = [task[split] for task in splits.values()]
+        return sum(parts[1:], parts[0])
+
+    worked = None
+    if config.cold_start.steps:
+        lengths = (r.prompt_length, r.response_length)
+        worked = WorkedSet(mixed("cold_start"), tokenizer, *lengths, config.seed)
+    return Sources(
+        tokenizer,
+        worked,
+        PromptSet(mixed("train"), tokenizer, r.prompt_length, config.seed),
+        {
+            name: PromptSet(task["heldout"], tokenizer, r.prompt_length, config.seed)
+            for name, task in splits.items()
+        },
+    )

@@ -1,0 +1,179 @@
+"""Held-out scores of a policy.
+
+    python -m gspo_jax.evaluate --workdir=RUN [--step=N]
+
+Each held-out problem gets one greedy response and k at temperature 1. greedy and avg@k are the
+shares of responses with full marks, pass@k that of problems with at least one.
+"""
+
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from absl import app, flags
+
+from gspo_jax.checkpoint import Checkpoints
+from gspo_jax.config import TrainConfig, from_config_dict
+from gspo_jax.data.prompts import Prompt, left_pad
+from gspo_jax.data.sources import Sources, open_sources
+from gspo_jax.model.transformer import Policy, init_policy
+from gspo_jax.program import Program
+from gspo_jax.rewards.text import judge, reasoning_gym_reward, solved
+from gspo_jax.rollout import SamplingConfig, sample
+from gspo_jax.sharding import make_mesh, round_robin, to_devices, to_host
+from gspo_jax.step import init_state, make_optimizer
+
+Scores = dict[str, dict[str, float]]  # task -> greedy, avg<k>, pass<k>
+
+
+class Prompts(NamedTuple):
+    """A batch of prompts where `sample` wants it."""
+
+    tokens: jax.Array
+    mask: jax.Array
+    groups: jax.Array
+
+
+def place_prompts(
+    prompts: Sequence[Prompt], width: int, pad_id: int, mesh: jax.sharding.Mesh
+) -> Prompts:
+    """Pads prompts on the left and lays them over the data shards; groups number them."""
+    shards = mesh.shape["fsdp"] * mesh.shape["expert"]
+    order = round_robin(len(prompts), shards)
+    tokens, mask = left_pad([prompts[i].tokens.tolist() for i in order], width, pad_id)
+    return Prompts(*to_devices((tokens, mask, order.astype(np.int32)), mesh))
+
+
+def sampling_config(config: TrainConfig, sources: Sources, **changes: object) -> SamplingConfig:
+    """How this run draws responses."""
+    values = {
+        "group_size": config.rollout.group_size,
+        "response_length": config.rollout.response_length,
+        "slots": config.rollout.slots // config.mesh.shards,
+        "end_ids": sources.tokenizer.end_ids,
+        "pad_id": sources.tokenizer.pad_id,
+        "temperature": config.rollout.temperature,
+    }
+    return SamplingConfig(**(values | changes))
+
+
+class Evaluator:
+    """Compiles its two samplers once and scores any number of policies.
+
+    Args:
+      config: of the run.
+      sources: its data.
+      mesh: current.
+    """
+
+    def __init__(self, config: TrainConfig, sources: Sources, mesh: jax.sharding.Mesh):
+        self._config, self._sources, self._mesh = config, sources, mesh
+        self._k = config.evaluation.samples
+        ways = {"greedy": (1, 0.0), "sampled": (self._k, 1.0)}
+        self._samplers = {
+            way: Program(
+                functools.partial(
+                    sample,
+                    config=sampling_config(config, sources, group_size=n, temperature=temperature),
+                )
+            )
+            for way, (n, temperature) in ways.items()
+        }
+
+    @property
+    def compile_seconds(self) -> float:
+        """Of both samplers."""
+        return sum(program.compile_seconds for program in self._samplers.values())
+
+    def __call__(self, policy: Policy, log: Path | None = None) -> Scores:
+        """Scores by task; every response and its reward goes to the JSONL file `log`."""
+        scores: Scores = {}
+        lines: list[dict] = []
+        for task in self._sources.heldout:
+            found = {way: self._responses(policy, task, way, lines) for way in self._samplers}
+            scores[task] = {
+                "greedy": float(found["greedy"].mean()),
+                f"avg{self._k}": float(found["sampled"].mean()),
+                f"pass{self._k}": float(found["sampled"].any(1).mean()),
+            }
+        if log is not None and jax.process_index() == 0:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return scores
+
+    def _responses(self, policy: Policy, task: str, way: str, lines: list[dict]) -> np.ndarray:
+        """[problems, samples]: whether each response has full marks."""
+        prompts = self._sources.heldout[task]
+        tokenizer, batch = self._sources.tokenizer, self._config.rollout.prompts
+        results = []
+        for start in range(0, len(prompts), batch):
+            # The last batch is filled up with problems of the next epoch, which are not counted.
+            chosen = [prompts[i] for i in range(start, start + batch)]
+            width = self._config.rollout.prompt_length
+            placed = place_prompts(chosen, width, tokenizer.pad_id, self._mesh)
+            key = jax.random.fold_in(jax.random.key(self._config.seed), start)
+            rollout = to_host(self._samplers[way](policy, *placed, key))
+            problems = [chosen[group].problem for group in rollout.groups]
+            texts, rewards = judge(
+                reasoning_gym_reward, tokenizer, problems, rollout.responses, rollout.mask
+            )
+            order = np.argsort(rollout.groups, kind="stable")
+            results.append(solved(rewards)[order].reshape(batch, -1))
+            real = order[: (len(prompts) - start) * results[-1].shape[1]]
+            lines += [
+                {
+                    "task": task,
+                    "way": way,
+                    "question": problems[i].question,
+                    "response": texts[i],
+                    "answer": problems[i].answer,
+                    "reward": None if np.isnan(rewards[i]) else round(float(rewards[i]), 6),
+                }
+                for i in real
+            ]
+        return np.concatenate(results)[: len(prompts)]
+
+
+def table(columns: dict[str, Scores]) -> str:
+    """Scores in percent as text, a row per task and column (such as "cold start")."""
+    first = next(iter(columns.values()))
+    kinds = list(next(iter(first.values())))
+    head = f"{'task':24}{'policy':14}" + "".join(f"{kind:>9}" for kind in kinds)
+    rows = [
+        f"{task:24}{name:14}" + "".join(f"{100 * scores[task][kind]:9.1f}" for kind in kinds)
+        for task in first
+        for name, scores in columns.items()
+    ]
+    return "\n".join([head, "-" * len(head), *rows])
+
+
+def main(argv: Sequence[str]) -> None:
+    """Evaluates a saved state of a run."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments {argv[1:]}; use --workdir and --step")
+    workdir, step = Path(flags.FLAGS.workdir), flags.FLAGS.step
+    described = workdir / "config.json"
+    if not described.exists():
+        raise app.UsageError(f"--workdir={workdir}: no config.json there; name a run's directory")
+    config = from_config_dict(json.loads(described.read_text())["config"])
+    mesh = make_mesh(config.mesh.fsdp, config.mesh.expert, config.mesh.tensor)
+    with jax.set_mesh(mesh):
+        sources = open_sources(config)
+        optimizer = make_optimizer(config.optimizer)
+        target = jax.eval_shape(lambda: init_state(init_policy(config.policy, 0), optimizer))
+        with Checkpoints(workdir, config.checkpoint.keep) as checkpoints:
+            state, _, step = checkpoints.restore_state(target, step)
+        log = workdir / "samples" / f"heldout_{step:06d}.jsonl"
+        scores = Evaluator(config, sources, mesh)(state.policy, log)
+    print(table({f"step {step}": scores}))
+    print(f"responses: {log}")
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string("workdir", None, "the run's directory", required=True)
+    flags.DEFINE_integer("step", None, "the saved state to evaluate (default: the newest)")
+    app.run(main)

@@ -1,0 +1,46 @@
+"""A policy small enough for every test, with all the parts of a big one."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from gspo_jax.model.transformer import Policy, PolicyConfig
+from gspo_jax.sharding import to_devices
+
+
+def tiny_config(**overrides: Any) -> PolicyConfig:
+    """Three sparse layers, two query heads per KV head, head size unlike hidden_size / heads."""
+    fields: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_layers": 3,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "num_experts": 8,
+        "experts_per_token": 2,
+        "expert_width": 16,
+        "dense_width": 48,
+    }
+    return PolicyConfig(**(fields | overrides))
+
+
+def tiny_policy(seed: int = 0, **overrides: Any) -> Policy:
+    """Its random weights on the current mesh; the same on every mesh.
+
+    Drawn by NumPy, which takes no compilation, and with norms that are not ones, so that a norm
+    in the wrong place shows.
+    """
+    config, rng = tiny_config(**overrides), np.random.default_rng(seed)
+    mesh = jax.sharding.get_mesh()
+
+    def draw(path, leaf):
+        noise = rng.normal(size=leaf.shape).astype(np.float32)
+        is_norm = "norm" in jax.tree_util.keystr(path)
+        value = 1 + 0.1 * noise if is_norm else config.hidden_size**-0.5 * noise
+        return to_devices(value.astype(np.float32), mesh, leaf.sharding.spec)
+
+    shapes = jax.eval_shape(lambda: Policy(config, nnx.Rngs(0)))
+    return jax.tree.map_with_path(draw, shapes)
