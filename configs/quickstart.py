@@ -17,7 +17,7 @@ def get_config() -> ConfigDict:
     c.policy = ConfigDict()
     c.policy.vocab_size = 128
     c.policy.hidden_size = 128
-    c.policy.num_layers = 4
+    c.policy.num_layers = 3
     c.policy.num_heads = 4
     c.policy.num_kv_heads = 2
     c.policy.head_dim = 32
@@ -28,7 +28,7 @@ def get_config() -> ConfigDict:
     c.policy.rope_theta = 10000.0
     c.policy.compute_dtype = "float32"  # or "bfloat16"; parameters are always float32
     c.policy.remat = False  # recompute layers in the backward pass instead of storing them
-    c.policy.unroll = 4  # layers per iteration of the scan: more is faster and compiles longer
+    c.policy.unroll = 3  # layers per iteration of the scan: more is faster and compiles longer
 
     c.mesh = ConfigDict()  # devices along each axis
     c.mesh.fsdp = 1
@@ -43,7 +43,7 @@ def get_config() -> ConfigDict:
     c.data.tasks.count_bits = dict(max_n=4000)
     c.data.cold_start = 1800  # problems a task in each split; no question is in two
     c.data.train = 1800
-    c.data.heldout = 200
+    c.data.heldout = 96
     c.data.dir = "runs/data"  # built once
     c.data.tokenizer = "ascii"
 
@@ -56,8 +56,8 @@ def get_config() -> ConfigDict:
     c.rollout = ConfigDict()
     c.rollout.prompts = 16  # a step
     c.rollout.group_size = 8  # responses a prompt
-    c.rollout.prompt_length = 96  # tokens; longer prompts are dropped
-    c.rollout.response_length = 64  # tokens; longer responses are cut
+    c.rollout.prompt_length = 88  # tokens; longer prompts are dropped
+    c.rollout.response_length = 48  # tokens; longer responses are cut
     c.rollout.slots = 64  # responses decoded at once
     c.rollout.temperature = 1.0
 

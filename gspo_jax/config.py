@@ -212,8 +212,10 @@ def _convert(hint: Any, value: Any, path: str, problems: list[str]) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     wanted = Mapping if origin is not None and origin is not types.UnionType else hint
-    if origin is tuple or not isinstance(value, wanted) or (
-        isinstance(value, bool) and hint is not bool
+    if (
+        origin is tuple
+        or not isinstance(value, wanted)
+        or (isinstance(value, bool) and hint is not bool)
     ):
         problems.append(f"{path}={value!r}: is {type(value).__name__}, must be {_name(hint)}")
     return value

@@ -83,7 +83,7 @@ def compute_copy(policy: Policy) -> Policy:
 def _empty_cache(policy: Policy, batch: tuple[int, ...], length: int) -> attention.Cache:
     c = policy.config
     shape = (c.num_layers, *batch, c.num_kv_heads, length, c.head_dim)
-    heads = (None,) * (len(batch) - 1) + ("tensor",)
+    heads = (None,) * (len(batch) - 1) + (c.head_axis,)
     zeros = jnp.zeros(shape, c.dtype, out_sharding=Spec(None, DATA, *heads))
     return zeros, zeros
 
@@ -219,7 +219,7 @@ def sample(
             shards,
             per_shard,
             *x.shape[2:],
-            out_sharding=Spec(None, DATA, None, "tensor"),
+            out_sharding=Spec(None, DATA, None, policy.config.head_axis),
         )
         for x in prompt_cache
     )

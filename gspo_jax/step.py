@@ -229,7 +229,10 @@ def minibatch_gradients(
 
 
 def make_batch(
-    rollout: Rollout, old_logps: Float[Array, "B R"], old_experts: Array | None, config: UpdateConfig
+    rollout: Rollout,
+    old_logps: Float[Array, "B R"],
+    old_experts: Array | None,
+    config: UpdateConfig,
 ) -> _Batch:
     """Rollout and scores as [M, micro-batches, rows, ...], advantages computed over all groups."""
     rewards, groups = replicate((rollout.rewards, rollout.groups))

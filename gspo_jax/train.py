@@ -182,7 +182,10 @@ def train(config: TrainConfig, workdir: Path) -> dict[str, Any]:
             "steps": config.steps,
             "tasks": {task: {c: s[task] for c, s in columns.items()} for task in config.data.tasks},
             "wall_seconds": round(elapsed + time.perf_counter() - started, 1),
-            "versions": {p: importlib.metadata.version(p) for p in ("jax", "flax", "optax", "orbax-checkpoint", "reasoning-gym")},
+            "versions": {
+                p: importlib.metadata.version(p)
+                for p in ("jax", "flax", "optax", "orbax-checkpoint", "reasoning-gym")
+            },
         }
         if jax.process_index() == 0:
             plot_curves(workdir)

@@ -33,7 +33,7 @@ def arguments() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(1)
     shapes = {"x": (B, S, D), "router": (D, E)}
     shapes |= {"gate": (E, D, F), "up": (E, D, F), "down": (E, F, D)}
-    return {name: rng.normal(size=shape) for name, shape in shapes.items()}
+    return {name: rng.normal(size=shape) / 2 for name, shape in shapes.items()}
 
 
 @functools.partial(jax.jit, static_argnames=("k", "renormalise", "implementation"))
@@ -146,9 +146,6 @@ def test_one_and_all_experts_a_token(k, implementation):
     args = arguments()
     y, _ = run(args, k=k, renormalise=False, implementation=implementation)
     np.testing.assert_allclose(y, oracle(args, VALID, k, False), rtol=0, atol=1e-5)
-    if k == E:  # all probabilities: they sum to 1 already
-        same, _ = run(args, k=k, renormalise=True, implementation=implementation)
-        np.testing.assert_allclose(y, same, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("implementation", ["padded", "ragged"])
@@ -180,9 +177,12 @@ def test_the_content_of_invalid_tokens_is_without_effect(implementation):
 @pytest.mark.parametrize("implementation", ["padded", "ragged"])
 def test_invalid_tokens_may_hold_anything(mesh, implementation):
     """NaN and inf, in the tokens and in their gates."""
-    args = jax.tree.map(jnp.float32, arguments())
-    x, valid, cotangent = to_devices((np.float32(args["x"]), VALID, np.float32(COTANGENT)), mesh)
-    routing = moe.route(x, args["router"], 2, True)
+    args = {
+        name: to_devices(np.float32(value), mesh, SPECS[name])
+        for name, value in arguments().items()
+    }
+    valid, cotangent = to_devices((VALID, np.float32(COTANGENT)), mesh)
+    routing = moe.route(args["x"], args["router"], 2, True)
 
     @jax.jit
     def gradients(x, gates, weights):
@@ -194,9 +194,9 @@ def test_invalid_tokens_may_hold_anything(mesh, implementation):
         return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(x, gates, weights)
 
     weights = args["gate"], args["up"], args["down"]
-    expected = gradients(x, routing.gates, weights)
+    expected = gradients(args["x"], routing.gates, weights)
     for content in (jnp.nan, jnp.inf, -jnp.inf):
-        bad = (jnp.where(valid[..., None], a, content) for a in (x, routing.gates))
+        bad = (jnp.where(valid[..., None], a, content) for a in (args["x"], routing.gates))
         jax.tree.map(np.testing.assert_array_equal, gradients(*bad, weights), expected)
 
 
@@ -272,30 +272,22 @@ def test_renormalised_gates_sum_to_one():
 @pytest.mark.parametrize("tokens", [1, 3, 40])
 def test_every_choice_has_one_row_among_those_of_its_expert(block, tokens):
     k = 3
-    experts = np.stack([rng.permutation(E + 1)[:k] for _ in range(tokens)])  # E: not routed
-    experts = np.minimum(experts, rng.integers(1, E + 1, size=(tokens, 1)))
+    experts = np.stack([rng.permutation(E)[:k] for _ in range(tokens)])
+    experts[rng.random(experts.shape) < 0.2] = E  # not routed
     choice, row, sizes = moe.lay_out(jnp.array(experts, jnp.int32), E, block)
     assert not (sizes % block).any()
     assert sizes.sum() <= choice.shape[0]
-    owner = np.repeat(np.arange(E), sizes)
-    for t, j in np.ndindex(experts.shape):
-        if experts[t, j] == E:
-            assert row[t, j] == choice.shape[0]
-        else:
-            assert owner[row[t, j]] == experts[t, j]
-            assert choice[row[t, j]] == t * k + j
-    assert (np.array(choice) < tokens * k).sum() == (experts < E).sum()
+    owner, routed = np.repeat(np.arange(E), sizes), experts < E
+    np.testing.assert_array_equal(row[~routed], choice.shape[0])
+    np.testing.assert_array_equal(owner[row[routed]], experts[routed])
+    np.testing.assert_array_equal(choice[row[routed]], np.flatnonzero(routed))
+    assert (np.array(choice) < tokens * k).sum() == routed.sum()
 
-
-def test_the_size_of_blocks_changes_nothing(monkeypatch):
-    args, results = arguments(), []
-    for block in (1, 2, 4, 64):
-        monkeypatch.setattr(moe, "block_rows", lambda *_, block=block: block)
-        jax.clear_caches()
-        results.append(run(args))
-    for result in results[1:]:
-        assert_close(result, results[0], atol=2e-6)
-    jax.clear_caches()
+    weights = rng.normal(size=(E, D, F)).astype(np.float32)
+    rows = rng.normal(size=(choice.shape[0], D)).astype(np.float32)
+    out = moe.grouped_matmul(jnp.array(rows), jnp.array(weights), sizes, block)
+    expected = np.einsum("nd,ndf->nf", rows[: len(owner)], weights[owner])
+    np.testing.assert_allclose(out[: len(owner)], expected, rtol=0, atol=1e-5)
 
 
 def test_block_rows():
@@ -317,7 +309,7 @@ def batch(rows, steps=6):
 @pytest.mark.parametrize(
     ("variant", "sparse"),
     [
-        ({"sparse_step": 2, "num_layers": 4}, [1, 3]),
+        ({"sparse_step": 2}, [1]),
         ({"dense_layers": (1,)}, [0, 2]),
         ({"dense_layers": (0, 1, 2)}, []),
     ],
@@ -364,28 +356,19 @@ def test_dense_and_sparse_layers_run_in_order(mesh, variant, sparse):
             np.testing.assert_array_equal(np.array(found)[real], np.array(wanted)[real])
 
 
-def test_gradient_reaches_every_router():
-    """Through the output and, apart, through the load-balancing loss; alike on every mesh."""
+def test_gradient_reaches_every_router(mesh):
+    """Through the output and, apart, through the load-balancing loss."""
+    cotangent = np.random.default_rng(3).normal(size=(2, 6, 32)).astype(np.float32)
+    (tokens, positions, valid), cotangent = to_devices((batch(2), cotangent), mesh)
 
     @jax.jit
     @jax.grad
-    def gradient(policy, inputs, cotangent, weights):
-        tokens, positions, valid = inputs
+    def gradient(policy, weights):
         hidden, _, routed = policy(tokens, positions, valid, causal(valid.astype(jnp.int32)))
         output = (jnp.where(valid[..., None], hidden, 0) * cotangent).sum()
         return weights[0] * output + weights[1] * routed.balance.sum()
 
-    results = []
-    for shape in [(1, 1, 1), (2, 2, 2)]:
-        mesh = make_mesh(*shape)
-        with jax.set_mesh(mesh):
-            policy = tiny_policy(num_layers=2)
-            cotangent = np.random.default_rng(3).normal(size=(8, 6, 32)).astype(np.float32)
-            inputs = to_devices((batch(8), cotangent), mesh)
-            terms = [jnp.array(weights) for weights in ([1.0, 0.0], [0.0, 1.0])]
-            results.append([to_host(gradient(policy, *inputs, term)) for term in terms])
-    for one, many in zip(*results, strict=True):
-        router = one.stacks[0].ffn.router[...]
+    for weights in ([1.0, 0.0], [0.0, 1.0]):
+        grads = gradient(tiny_policy(), jnp.array(weights))
+        router = grads.stacks[0].ffn.router[...]
         assert (np.abs(router).max((1, 2)) > 1e-4).all()
-        scale = max(np.abs(leaf).max() for leaf in jax.tree.leaves(one))
-        assert_close(many, one, atol=1e-5 * max(1, scale))

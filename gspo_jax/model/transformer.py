@@ -68,6 +68,12 @@ class PolicyConfig:
         return sum(layers for sparse, layers in self.stacks if sparse)
 
     @property
+    def head_axis(self) -> str | None:
+        """The mesh axis that splits heads. A single KV head has none: einsum takes it for a
+        broadcast axis and would lose it."""
+        return "tensor" if self.num_kv_heads > 1 else None
+
+    @property
     def dtype(self) -> jnp.dtype:
         """The compute dtype."""
         return jnp.dtype(self.compute_dtype)
@@ -131,10 +137,11 @@ class Attention(nnx.Module):
         c = self.config
 
         def heads(weight, scale=None):
-            y = jnp.einsum("bsd,dnh->bsnh", x, _use(weight, x.dtype, None, "tensor", None))
-            if scale is None:
-                return y
-            return rotate(rms_norm(y, scale[...], c.norm_eps), positions, c.rope_theta)
+            weight = _use(weight, x.dtype, None, "tensor", None)
+            y = jnp.einsum("bsd,dnh->bsnh", x, weight)
+            if scale is not None:
+                y = rotate(rms_norm(y, scale[...], c.norm_eps), positions, c.rope_theta)
+            return reshard(y, Spec(DATA, None, c.head_axis))
 
         q, k = heads(self.query, self.query_norm), heads(self.key, self.key_norm)
         context, cache = attend(q, k, heads(self.value), cache, layer)
