@@ -6,7 +6,7 @@ where unused: "fsdp" splits the batch and every weight, "expert" splits the batc
 """
 
 import math
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,8 +15,6 @@ from jax.sharding import PartitionSpec as Spec
 
 AXES = ("fsdp", "expert", "tensor")
 DATA = ("fsdp", "expert")  # the axes that split a batch
-
-T = TypeVar("T")
 
 
 def make_mesh(fsdp: int = 1, expert: int = 1, tensor: int = 1) -> Mesh:
@@ -52,9 +50,9 @@ def round_robin(rows: int, shards: int) -> np.ndarray:
     return np.arange(rows).reshape(rows // shards, shards).T.ravel()
 
 
-def to_devices(tree: T, mesh: Mesh, spec: Spec = Spec(DATA)) -> T:
+def to_devices[T](tree: T, mesh: Mesh) -> T:
     """Host arrays to global arrays, split over their leading axis."""
-    sharding = NamedSharding(mesh, spec)
+    sharding = NamedSharding(mesh, Spec(DATA))
 
     def place(array: Any) -> jax.Array:
         array = np.asarray(array)
@@ -63,12 +61,12 @@ def to_devices(tree: T, mesh: Mesh, spec: Spec = Spec(DATA)) -> T:
     return jax.tree.map(place, tree)
 
 
-def to_host(tree: T) -> T:
+def to_host[T](tree: T) -> T:
     """Global arrays to host arrays."""
     return jax.device_get(tree)
 
 
-def split_rows(tree: T, *parts: int) -> T:
+def split_rows[T](tree: T, *parts: int) -> T:
     """Rows [B, ...] to [*parts, B / prod(parts), ...], each part an even share of every shard."""
     shards = data_shards()
 
@@ -82,7 +80,7 @@ def split_rows(tree: T, *parts: int) -> T:
     return jax.tree.map(split, tree)
 
 
-def merge_rows(tree: T, parts: int) -> T:
+def merge_rows[T](tree: T, parts: int) -> T:
     """The inverse of split_rows(tree, *sizes), given how many leading axes it made."""
     shards = data_shards()
 
@@ -97,6 +95,6 @@ def merge_rows(tree: T, parts: int) -> T:
     return jax.tree.map(merge, tree)
 
 
-def replicate(tree: T) -> T:
+def replicate[T](tree: T) -> T:
     """A copy of the (small) arrays on every device."""
     return jax.tree.map(lambda x: reshard(x, Spec()), tree)

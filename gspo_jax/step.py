@@ -1,6 +1,6 @@
 """The phases of a step as pure functions: sample (rollout.py), score, update.
 
-A rollout of B responses is cut into M minibatches, each into micro-batches of one fixed shape, which
+A rollout of B responses is cut into M minibatches, each into micro-batches of one fixed shape that
 scoring and training share. Every term of the loss is a sum over sequences, divided by the number of
 sequences in the minibatch; so neither the micro-batch size nor the mesh changes the gradient.
 """

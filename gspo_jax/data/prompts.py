@@ -108,7 +108,9 @@ class WorkedSet:
 
     def _fits(self, problem: Problem) -> bool:
         lengths = map(len, self._tokens(problem))
-        return problem.worked != "" and all(n <= w for n, w in zip(lengths, self._widths))
+        return problem.worked != "" and all(
+            n <= w for n, w in zip(lengths, self._widths, strict=True)
+        )
 
     def __len__(self) -> int:
         return len(self._kept)
