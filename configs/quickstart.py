@@ -15,7 +15,7 @@ def get_config() -> ConfigDict:
     c.shuffle_rewards = False  # the control: rewards permuted over the batch teach nothing
 
     c.policy = ConfigDict()
-    c.policy.vocab_size = 128
+    c.policy.vocab_size = 136
     c.policy.hidden_size = 128
     c.policy.num_layers = 3
     c.policy.num_heads = 4
@@ -37,12 +37,20 @@ def get_config() -> ConfigDict:
 
     c.data = ConfigDict()
     c.data.tasks = ConfigDict()  # reasoning-gym tasks with their parameters
-    c.data.tasks.chain_sum = dict(min_terms=3, max_terms=4, min_digits=2, max_digits=2)
-    c.data.tasks.products = dict(min_terms=2, max_terms=2, min_digits=2, max_digits=2)
-    c.data.tasks.spell_backward = dict(min_word_len=4, max_word_len=8)
-    c.data.tasks.count_bits = dict(max_n=4000)
-    c.data.cold_start = 1800  # problems a task in each split; no question is in two
-    c.data.train = 1800
+    c.data.tasks.spell_backward = dict(min_word_len=5, max_word_len=8)
+    c.data.tasks.count_bits = dict(max_n=2000)
+    c.data.phrases = (  # texts that are one token; the other tokens are characters
+        "State the final answer to the following arithmetic problem: ",
+        "Spell this word backward (example: sun -> nus): ",
+        "Solve the following multiplication: ",
+        ". Give only the result as your final answer.",
+        "How many 1 bits are there in the binary representation of the number ",
+        "Find the Least Common Multiple (LCM) of these numbers: ",
+        "How many times does the letter ",
+        " appear in the text: ",
+    )
+    c.data.cold_start = 800  # problems a task in each split; no question is in two
+    c.data.train = 1000
     c.data.heldout = 96
     c.data.dir = "runs/data"  # built once
     c.data.tokenizer = "ascii"
@@ -56,8 +64,8 @@ def get_config() -> ConfigDict:
     c.rollout = ConfigDict()
     c.rollout.prompts = 16  # a step
     c.rollout.group_size = 8  # responses a prompt
-    c.rollout.prompt_length = 88  # tokens; longer prompts are dropped
-    c.rollout.response_length = 48  # tokens; longer responses are cut
+    c.rollout.prompt_length = 24  # tokens; longer prompts are dropped
+    c.rollout.response_length = 64  # tokens; longer responses are cut
     c.rollout.slots = 64  # responses decoded at once
     c.rollout.temperature = 1.0
 

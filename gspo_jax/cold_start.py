@@ -1,6 +1,9 @@
-"""Supervised training on worked solutions: the cold-start policy that the paper begins from."""
+"""The policy that a run begins from: random or a folder's, trained on worked solutions."""
 
+import dataclasses
 import functools
+import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +11,12 @@ import optax
 from jaxtyping import Array, Float
 from tqdm import tqdm
 
-from gspo_jax.config import TrainConfig
+from gspo_jax.config import TrainConfig, differences
 from gspo_jax.data.prompts import WorkedBatch, WorkedSet
+from gspo_jax.data.sources import Sources
 from gspo_jax.logps import response_logps
-from gspo_jax.model.transformer import Policy
+from gspo_jax.model import huggingface
+from gspo_jax.model.transformer import Policy, init_policy
 from gspo_jax.program import Program
 from gspo_jax.sharding import to_devices
 from gspo_jax.step import (
@@ -47,7 +52,11 @@ def supervised_step(
 
 
 def cold_start(policy: Policy, worked: WorkedSet, config: TrainConfig, mesh: jax.sharding.Mesh):
-    """The policy after config.cold_start.steps updates; `policy` is donated."""
+    """The policy after config.cold_start.steps updates; `policy` is donated.
+
+    Raises:
+      ValueError: the loss is no longer finite.
+    """
     c = config.cold_start
     optimizer = make_optimizer(OptimizerConfig(c.learning_rate, c.warmup))
     step = Program(
@@ -63,4 +72,44 @@ def cold_start(policy: Policy, worked: WorkedSet, config: TrainConfig, mesh: jax
         state, loss = step(state, batch)
         if number % 50 == 49 or number == c.steps - 1:
             bar.set_postfix(loss=f"{float(loss):.3f}")
+            if not math.isfinite(loss):
+                raise ValueError(
+                    f"cold_start.learning_rate={c.learning_rate}: the loss of step {number} is "
+                    f"{float(loss)}; lower it, or compute in float32 (policy.compute_dtype)"
+                )
     return state.policy
+
+
+def first_policy(config: TrainConfig, sources: Sources, mesh: jax.sharding.Mesh) -> Policy:
+    """The policy of step 0: from the folder or random, after its cold start."""
+    if config.init_from:
+        policy = huggingface.load_policy(Path(config.init_from), config.policy)
+    else:
+        policy = init_policy(config.policy, config.seed)
+    if sources.worked is None:
+        return policy
+    return cold_start(policy, sources.worked, config, mesh)
+
+
+def check_folder(config: TrainConfig) -> None:
+    """ValueError, naming what differs, if the folder init_from holds a policy of another shape."""
+    ours, theirs = config.policy, huggingface.read_config(config.init_from)
+    free = {"compute_dtype", "remat", "unroll", "grouped_matmul"}  # no folder holds them
+    if ours.max_positions <= theirs.max_positions:
+        free |= {"max_positions"}
+    if ours.stacks == theirs.stacks:  # the same layers have experts, however that is said
+        free |= {"dense_layers", "sparse_step"}
+        if ours.num_sparse_layers == ours.num_layers:
+            free |= {"dense_width"}
+        if ours.num_sparse_layers == 0:
+            free |= {"experts_per_token", "expert_width", "norm_topk"}
+    shapes = (
+        {k: v for k, v in dataclasses.asdict(c).items() if k not in free} for c in (theirs, ours)
+    )
+    wrong = differences(*shapes, "policy.")
+    if wrong:
+        raise ValueError(
+            f"init_from={config.init_from!r} holds another policy (its value -> the config's):\n"
+            + "".join(f"  {line}\n" for line in wrong)
+            + "Give the config the values of the folder"
+        )

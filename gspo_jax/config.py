@@ -4,12 +4,16 @@ A config file names every knob, so that a run is described by one page. Unknown 
 and combinations that cannot work are errors, all found at once, before anything is compiled.
 """
 
+import ast
 import dataclasses
 import difflib
-import types
+import math
+import re
+import runpy
 import typing
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -44,13 +48,15 @@ class DataConfig:
     heldout: int
     dir: str
     tokenizer: str
+    phrases: tuple[str, ...] = ()  # texts that the ascii tokenizer makes one token each
 
-    def specs(self) -> list[TaskSpec]:
-        """One spec a task. ValueError for what reasoning-gym refuses."""
-        return [
-            TaskSpec(name, {k: v for k, v in params.items() if k != "level"}, params.get("level"))
-            for name, params in self.tasks.items()
-        ]
+    def spec(self, task: str) -> TaskSpec:
+        """The spec of a task. ValueError for what reasoning-gym refuses."""
+        params = dict(self.tasks[task])
+        level = params.pop("level", None)
+        if level is not None and type(level) is not int:
+            raise ValueError(f"task {task}: level={level!r} must be an integer")
+        return TaskSpec(task, params, level)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +143,47 @@ class TrainConfig:
         )
 
 
+def load(path: str, overrides: Iterable[str] = ()) -> TrainConfig:
+    """The checked config of a file that defines get_config(), with some values replaced.
+
+    Args:
+      path: of the file; `file.py:word` calls get_config("word").
+      overrides: `--config.key=value`, the value in Python's notation or a bare word; true if
+        there is none.
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: an argument is no override, or as in from_config_dict.
+    """
+    path, _, word = path.partition(":")
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"--config={path}: there is no such file")
+    namespace = runpy.run_path(path)
+    if not callable(namespace.get("get_config")):
+        raise ValueError(f"--config={path}: must define get_config(), which returns a ConfigDict")
+    values = namespace["get_config"](*([word] if word else [])).to_dict()
+    for argument in overrides:
+        _override(values, argument)
+    return from_config_dict(values)
+
+
+def _override(values: dict[str, Any], argument: str) -> None:
+    """Replaces one value in place; an unknown key is added, for from_config_dict to report."""
+    name, equals, text = argument.partition("=")
+    path = re.fullmatch(r"--?config\.(\w[\w.]*)", name)
+    if not path:
+        raise ValueError(f"{argument}: unknown argument; values are given as --config.key=value")
+    *sections, key = path.group(1).split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise ValueError(f"{argument}: {section} is a value and has no keys; give {section}=…")
+    try:
+        words = {"true": True, "false": False}
+        values[key] = words[text] if text in words else ast.literal_eval(text or str(not equals))
+    except (ValueError, SyntaxError):
+        values[key] = text
+
+
 def from_config_dict(config: ConfigDict | Mapping[str, Any]) -> TrainConfig:
     """The checked config.
 
@@ -185,7 +232,7 @@ def _build(cls: type, values: Any, path: str, problems: list[str]) -> Any:
         return None
     fields = {f.name: f for f in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
-    for key in values.keys() - fields.keys():
+    for key in sorted(values.keys() - fields.keys()):
         near = difflib.get_close_matches(str(key), fields, 1)
         remedy = f"did you mean {path}{near[0]}?" if near else f"known: {', '.join(fields)}"
         problems.append(f"{path}{key}={values[key]!r}: unknown key; {remedy}")
@@ -209,21 +256,23 @@ def _convert(hint: Any, value: Any, path: str, problems: list[str]) -> Any:
     if origin is tuple and isinstance(value, list | tuple):
         inner = typing.get_args(hint)[0]
         return tuple(_convert(inner, v, f"{path}[{i}]", problems) for i, v in enumerate(value))
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    if origin is Mapping and isinstance(value, Mapping):
+        inner = typing.get_args(hint)[1]
+        return {k: _convert(inner, v, f"{path}.{k}", problems) for k, v in value.items()}
+    if hint is Any:
+        return value
+    if hint is float and type(value) is int:
         return float(value)
-    wanted = Mapping if origin is not None and origin is not types.UnionType else hint
-    if (
-        origin is tuple
-        or not isinstance(value, wanted)
-        or (isinstance(value, bool) and hint is not bool)
-    ):
+    if origin is not None or not isinstance(value, hint) or (type(value) is bool) != (hint is bool):
         problems.append(f"{path}={value!r}: is {type(value).__name__}, must be {_name(hint)}")
+    elif hint is float and not math.isfinite(value):
+        problems.append(f"{path}={value}: must be a finite number")
     return value
 
 
 def _impossible(c: TrainConfig) -> Iterator[str]:
     """What cannot work, as 'key=value: why; remedy'."""
-    p, m, r, g = c.policy, c.mesh, c.rollout, c.gspo
+    p, m, r, g, o = c.policy, c.mesh, c.rollout, c.gspo, c.optimizer
     positive = {
         "mesh": (m, "fsdp expert tensor"),
         "policy": (p, "vocab_size hidden_size num_layers num_heads num_kv_heads head_dim"),
@@ -234,12 +283,31 @@ def _impossible(c: TrainConfig) -> Iterator[str]:
         "data": (c.data, "train heldout"),
         "cold_start": (c.cold_start, "batch"),
     }
-    bad = [
-        f"{section}.{key}={getattr(part, key)}: must be at least 1"
-        for section, (part, keys) in positive.items()
-        for key in keys.split()
-        if getattr(part, key) < 1
-    ]
+    not_negative = {
+        "policy": (p, "num_experts"),
+        "data": (c.data, "cold_start"),
+        "cold_start": (c.cold_start, "steps learning_rate warmup"),
+        "gspo": (g, "std_floor balance_coef logps_chunk"),
+        "optimizer": (o, "learning_rate warmup weight_decay"),
+        "evaluation": (c.evaluation, "every"),
+    }
+    above_zero = {
+        "policy": (p, "rope_theta norm_eps"),
+        "optimizer": (o, "eps max_grad_norm"),
+    }
+
+    def table(parts: Mapping[str, tuple[Any, str]]) -> Iterator[tuple[str, Any]]:
+        for section, (part, keys) in parts.items():
+            for key in keys.split():
+                yield f"{section}.{key}", getattr(part, key)
+
+    for key, value in [("steps", c.steps), *table(not_negative)]:
+        if value < 0:
+            yield f"{key}={value}: must not be negative; 0 is the least"
+    for key, value in table(above_zero):
+        if value <= 0:
+            yield f"{key}={value}: must be above 0"
+    bad = [f"{key}={value}: must be at least 1" for key, value in table(positive) if value < 1]
     yield from bad
     if bad:
         return  # the rules below divide by them
@@ -271,6 +339,9 @@ def _impossible(c: TrainConfig) -> Iterator[str]:
         yield from divides("policy.dense_width", p.dense_width, "mesh.tensor", m.tensor)
         if p.dense_width < 1:
             yield f"policy.dense_width={p.dense_width}: some layers have no experts and need it"
+    for layer in p.dense_layers:
+        if not 0 <= layer < p.num_layers:
+            yield f"policy.dense_layers={p.dense_layers}: layers are 0 to {p.num_layers - 1}"
     if p.compute_dtype not in ("float32", "bfloat16"):
         yield f"policy.compute_dtype={p.compute_dtype!r}: must be 'float32' or 'bfloat16'"
     if p.grouped_matmul not in ("auto", "ragged", "padded"):
@@ -300,45 +371,36 @@ def _impossible(c: TrainConfig) -> Iterator[str]:
             f"{p.max_positions}; shorten one of them"
         )
     if r.temperature <= 0:
-        yield f"rollout.temperature={r.temperature}: must be above 0; greedy groups are constant"
+        yield f"rollout.temperature={r.temperature}: must be above 0; greedy groups are all equal"
     for key in ("clip_low", "clip_high"):
         if not 0 <= getattr(g, key) < (1 if key == "clip_low" else float("inf")):
             yield (
                 f"gspo.{key}={getattr(g, key)}: the band is [1 - clip_low, 1 + clip_high], "
                 "an inverted or negative one clips everything; give distances from 1, such as 3e-4"
             )
-    for key in ("std_floor", "balance_coef", "logps_chunk"):
-        if getattr(g, key) < 0:
-            yield f"gspo.{key}={getattr(g, key)}: must not be negative"
-    o = c.optimizer
-    for key in ("learning_rate", "warmup", "weight_decay"):
-        if getattr(o, key) < 0:
-            yield f"optimizer.{key}={getattr(o, key)}: must not be negative"
     for key in ("b1", "b2"):
         if not 0 <= getattr(o, key) < 1:
             yield f"optimizer.{key}={getattr(o, key)}: must lie in [0, 1)"
-    if o.max_grad_norm <= 0:
-        yield f"optimizer.max_grad_norm={o.max_grad_norm}: must be above 0; 1e9 clips nothing"
-    for section in ("steps", "cold_start.steps", "cold_start.warmup", "evaluation.every"):
-        value: Any = c
-        for part in section.split("."):
-            value = getattr(value, part)
-        if value < 0:
-            yield f"{section}={value}: must not be negative"
     if not 0 <= c.seed < 2**31:
         yield f"seed={c.seed}: must lie in [0, 2**31)"
     if c.data.tokenizer != "ascii":
         yield f"data.tokenizer={c.data.tokenizer!r}: must be 'ascii'"
-    elif p.vocab_size < 128:
-        yield f"policy.vocab_size={p.vocab_size}: the ascii tokenizer has 128 ids; raise it"
+    elif p.vocab_size < 128 + len(c.data.phrases):
+        yield (
+            f"policy.vocab_size={p.vocab_size}: the ascii tokenizer has 128 ids and one for each "
+            f"of data.phrases, {128 + len(c.data.phrases)} in all; raise it"
+        )
+    if len(set(c.data.phrases)) < len(c.data.phrases) or "" in c.data.phrases:
+        yield f"data.phrases={c.data.phrases}: must be distinct and not empty; remove the others"
     if c.cold_start.steps and not c.data.cold_start:
         yield "data.cold_start=0: cold_start.steps needs worked examples; raise it"
     if not c.data.tasks:
         yield "data.tasks={}: name at least one reasoning-gym task"
-    try:
-        c.data.specs()
-    except ValueError as error:
-        yield f"data.tasks: {error}"
+    for task in c.data.tasks:
+        try:
+            c.data.spec(task)
+        except ValueError as error:
+            yield f"data.tasks: {error}"
 
 
 def _doubtful(c: TrainConfig) -> Iterator[str]:

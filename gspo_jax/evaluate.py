@@ -7,18 +7,20 @@ shares of responses with full marks, pass@k that of problems with at least one.
 """
 
 import functools
-import json
 from collections.abc import Sequence
+from numbers import Real
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 
-from gspo_jax.checkpoint import Checkpoints
+from gspo_jax import cli
+from gspo_jax.checkpoint import Checkpoints, CheckpointUnreadable
 from gspo_jax.config import TrainConfig, from_config_dict
 from gspo_jax.data.prompts import Prompt, left_pad
+from gspo_jax.data.reasoning import Problem
 from gspo_jax.data.sources import Sources, open_sources
 from gspo_jax.model.transformer import Policy, init_policy
 from gspo_jax.program import Program
@@ -26,6 +28,7 @@ from gspo_jax.rewards.text import judge, reasoning_gym_reward, solved
 from gspo_jax.rollout import SamplingConfig, sample
 from gspo_jax.sharding import make_mesh, round_robin, to_devices, to_host
 from gspo_jax.step import init_state, make_optimizer
+from gspo_jax.workdir import claim, read_json, write_lines
 
 Scores = dict[str, dict[str, float]]  # task -> greedy, avg<k>, pass<k>
 
@@ -100,9 +103,8 @@ class Evaluator:
                 f"avg{self._k}": float(found["sampled"].mean()),
                 f"pass{self._k}": float(found["sampled"].any(1).mean()),
             }
-        if log is not None and jax.process_index() == 0:
-            log.parent.mkdir(parents=True, exist_ok=True)
-            log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        if log is not None:
+            write_lines(log, lines)
         return scores
 
     def _responses(self, policy: Policy, task: str, way: str, lines: list[dict]) -> np.ndarray:
@@ -124,18 +126,19 @@ class Evaluator:
             order = np.argsort(rollout.groups, kind="stable")
             results.append(solved(rewards)[order].reshape(batch, -1))
             real = order[: (len(prompts) - start) * results[-1].shape[1]]
-            lines += [
-                {
-                    "task": task,
-                    "way": way,
-                    "question": problems[i].question,
-                    "response": texts[i],
-                    "answer": problems[i].answer,
-                    "reward": None if np.isnan(rewards[i]) else round(float(rewards[i]), 6),
-                }
-                for i in real
-            ]
+            lines += [sample_line(problems[i], texts[i], rewards[i]) | {"way": way} for i in real]
         return np.concatenate(results)[: len(prompts)]
+
+
+def sample_line(problem: Problem, text: str, reward: Real) -> dict[str, Any]:
+    """A response as samples/*.jsonl show it; a missing reward is null."""
+    return {
+        "task": problem.task,
+        "question": problem.question,
+        "response": text,
+        "answer": problem.answer,
+        "reward": None if np.isnan(reward) else round(float(reward), 6),
+    }
 
 
 def table(columns: dict[str, Scores]) -> str:
@@ -151,29 +154,45 @@ def table(columns: dict[str, Scores]) -> str:
     return "\n".join([head, "-" * len(head), *rows])
 
 
+def evaluate(workdir: Path, step: int | None = None) -> tuple[Scores, int]:
+    """Scores of a saved state of the run in `workdir`, and its step.
+
+    Args:
+      step: which state; None: the newest.
+    Raises:
+      FileNotFoundError: there is no run, or no such state.
+      ValueError: the data are no longer the run's, or the run is going on.
+    """
+    described = read_json(workdir / "config.json")
+    if described is None:
+        raise FileNotFoundError(f"--workdir={workdir}: no config.json; name a run's directory")
+    config = from_config_dict(described["config"])
+    mesh = make_mesh(config.mesh.fsdp, config.mesh.expert, config.mesh.tensor)
+    with claim(workdir), jax.set_mesh(mesh):
+        with Checkpoints(workdir, config.checkpoint.keep) as checkpoints:
+            newest = checkpoints.latest()
+            optimizer = make_optimizer(config.optimizer)
+            target = jax.eval_shape(lambda: init_state(init_policy(config.policy, 0), optimizer))
+            try:
+                state, _, step = checkpoints.restore_state(target, step)
+            except FileNotFoundError as error:
+                raise FileNotFoundError(f"--step={step}: {error}; the newest is {newest}") from None
+        sources = open_sources(config, described["data"])
+        log = workdir / "samples" / f"heldout_{step:06d}.jsonl"
+        return Evaluator(config, sources, mesh)(state.policy, log), step
+
+
 def main(argv: Sequence[str]) -> None:
     """Evaluates a saved state of a run."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}; use --workdir and --step")
-    workdir, step = Path(flags.FLAGS.workdir), flags.FLAGS.step
-    described = workdir / "config.json"
-    if not described.exists():
-        raise app.UsageError(f"--workdir={workdir}: no config.json there; name a run's directory")
-    config = from_config_dict(json.loads(described.read_text())["config"])
-    mesh = make_mesh(config.mesh.fsdp, config.mesh.expert, config.mesh.tensor)
-    with jax.set_mesh(mesh):
-        sources = open_sources(config)
-        optimizer = make_optimizer(config.optimizer)
-        target = jax.eval_shape(lambda: init_state(init_policy(config.policy, 0), optimizer))
-        with Checkpoints(workdir, config.checkpoint.keep) as checkpoints:
-            state, _, step = checkpoints.restore_state(target, step)
-        log = workdir / "samples" / f"heldout_{step:06d}.jsonl"
-        scores = Evaluator(config, sources, mesh)(state.policy, log)
+    if argv:
+        raise ValueError(f"unknown arguments {argv}; there are --workdir and --step")
+    workdir = Path(flags.FLAGS.workdir)
+    scores, step = evaluate(workdir, flags.FLAGS.step)
     print(table({f"step {step}": scores}))
-    print(f"responses: {log}")
+    print(f"responses: {workdir}/samples/heldout_{step:06d}.jsonl")
 
 
 if __name__ == "__main__":
     flags.DEFINE_string("workdir", None, "the run's directory", required=True)
     flags.DEFINE_integer("step", None, "the saved state to evaluate (default: the newest)")
-    app.run(main)
+    cli.run(main, CheckpointUnreadable)

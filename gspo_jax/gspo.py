@@ -53,7 +53,9 @@ def group_advantages(
         return jax.ops.segment_sum(values, groups, num_groups)
 
     present = ~jnp.isnan(rewards)
-    rewards = jnp.where(present, rewards, 0.0)
+    # Counted from the group's least: equal rewards, however large, are then 0 to the bit.
+    least = jax.ops.segment_min(jnp.where(present, rewards, jnp.inf), groups, num_groups)
+    rewards = jnp.where(present, rewards - least[groups], 0.0)
     count = per_group(present.astype(jnp.float32))
     mean = per_group(rewards) / jnp.maximum(count, 1.0)
     centred = jnp.where(present, rewards - mean[groups], 0.0)

@@ -1,4 +1,4 @@
-"""A jitted function that is compiled once, ahead of its first call, with the time apart."""
+"""Functions compiled once, ahead of their first call, and the time of phases without that."""
 
 import time
 from collections.abc import Callable
@@ -31,3 +31,29 @@ class Program:
     def shapes(self, *args: Any) -> Any:
         """Shapes, dtypes and shardings of what a call would return."""
         return jax.eval_shape(self._jitted, *args)
+
+
+class Clock:
+    """Seconds of each phase of one step, compilation apart."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+        self.compiling: dict[str, float] = {}
+
+    def time(self, name: str, function: Any, *args: Any) -> Any:
+        """Calls and waits for the result."""
+        before = getattr(function, "compile_seconds", 0.0)
+        start = time.perf_counter()
+        result = jax.block_until_ready(function(*args))
+        self.seconds[name] = time.perf_counter() - start
+        compiled = getattr(function, "compile_seconds", 0.0) - before
+        if compiled:
+            self.compiling[name] = compiled
+            self.seconds[name] -= compiled
+        return result
+
+    def values(self) -> dict[str, float]:
+        """For metrics.jsonl."""
+        return {f"seconds/{name}": s for name, s in self.seconds.items()} | {
+            f"compile_seconds/{name}": s for name, s in self.compiling.items()
+        }

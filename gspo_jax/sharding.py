@@ -50,9 +50,9 @@ def round_robin(rows: int, shards: int) -> np.ndarray:
     return np.arange(rows).reshape(rows // shards, shards).T.ravel()
 
 
-def to_devices[T](tree: T, mesh: Mesh) -> T:
-    """Host arrays to global arrays, split over their leading axis."""
-    sharding = NamedSharding(mesh, Spec(DATA))
+def to_devices[T](tree: T, mesh: Mesh, spec: Spec | None = None) -> T:
+    """Host arrays to global arrays, split by `spec` (default: over their leading axis)."""
+    sharding = NamedSharding(mesh, Spec(DATA) if spec is None else spec)
 
     def place(array: Any) -> jax.Array:
         array = np.asarray(array)

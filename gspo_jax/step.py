@@ -207,7 +207,7 @@ def loss(
 
 def minibatch_gradients(
     policy: Policy, minibatch: _Batch, config: UpdateConfig
-) -> tuple[Policy, Metrics, Array | None]:
+) -> tuple[Policy, Metrics, tuple[Array, Array] | None]:
     """Gradients of a minibatch [micro-batches, rows, ...], accumulated over its micro-batches.
 
     Returns:

@@ -9,8 +9,7 @@ a finished one does nothing.
 
 import functools
 import importlib.metadata
-import json
-import os
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,30 +17,31 @@ from typing import Any
 
 import jax
 import numpy as np
-from absl import app, flags, logging
-from ml_collections import config_flags
+from absl import flags
 from tqdm import tqdm
 
-from gspo_jax.checkpoint import Checkpoints
-from gspo_jax.cold_start import cold_start
-from gspo_jax.config import TrainConfig, differences, from_config_dict, to_dict
-from gspo_jax.data.sources import Sources, open_sources
-from gspo_jax.evaluate import Evaluator, place_prompts, sampling_config, table
+from gspo_jax import cli
+from gspo_jax.checkpoint import Checkpoints, CheckpointUnreadable
+from gspo_jax.cold_start import check_folder, first_policy
+from gspo_jax.config import TrainConfig, differences, load, to_dict
+from gspo_jax.data.sources import open_sources
+from gspo_jax.evaluate import Evaluator, place_prompts, sample_line, sampling_config, table
 from gspo_jax.metrics import MetricsWriter, read_metrics, resolve
-from gspo_jax.model import huggingface
-from gspo_jax.model.transformer import Policy, init_policy
+from gspo_jax.model.transformer import init_policy
 from gspo_jax.plots import plot_curves
-from gspo_jax.program import Program
+from gspo_jax.program import Clock, Program
 from gspo_jax.rewards.text import judge, reasoning_gym_reward, shuffled
 from gspo_jax.rollout import Rollout, sample
 from gspo_jax.sharding import make_mesh, to_devices, to_host
 from gspo_jax.step import init_state, make_optimizer, score, update
+from gspo_jax.workdir import claim, read_json, write_json, write_lines
 
 # What may change when a run is continued: the rest would make it another run.
 CHANGEABLE = (
     "steps",
     "mesh.",
     "checkpoint.",
+    "data.dir",  # the fingerprint of the data tells whether they are the same
     "evaluation.every",
     "rollout.slots",
     "gspo.micro_batch",
@@ -57,29 +57,51 @@ class Diverged(RuntimeError):
     """Gradients stay non-finite; the newest checkpoint is intact."""
 
 
+class Stopped(Exception):
+    """The run was asked to stop; its state is saved."""
+
+
 def train(config: TrainConfig, workdir: Path) -> dict[str, Any]:
-    """Runs, or goes on with, the run in `workdir`; returns its summary."""
-    summary_path = workdir / "summary.json"
+    """Runs, or goes on with, the run in `workdir`; returns its summary.
+
+    Raises:
+      ValueError, FileNotFoundError: what the user has to change, with the remedy.
+      Diverged, Stopped, CheckpointUnreadable: the run cannot go on, or is to go on later.
+    """
     started = time.perf_counter()
-
-    # ---- The work directory ----------------------------------------------------------------
-    workdir.mkdir(parents=True, exist_ok=True)
-    described = _describe(config, workdir)
-    if summary_path.exists() and json.loads(summary_path.read_text())["steps"] == config.steps:
-        print(f"{workdir} is finished: nothing to do")
-        return json.loads(summary_path.read_text())
-
     mesh = make_mesh(config.mesh.fsdp, config.mesh.expert, config.mesh.tensor)
-    with jax.set_mesh(mesh), Checkpoints(workdir, config.checkpoint.keep) as checkpoints:
-        # ---- Data --------------------------------------------------------------------------
-        sources = open_sources(config)
-        if described.get("data", sources.fingerprint) != sources.fingerprint:
+    with (
+        claim(workdir),
+        jax.set_mesh(mesh),
+        Checkpoints(workdir, config.checkpoint.keep) as checkpoints,
+    ):
+        # ---- The work directory ------------------------------------------------------------
+        summary_path = workdir / "summary.json"
+        summary = read_json(summary_path)
+        done = checkpoints.latest()
+        begun = done is not None
+        # Until there is something to go on with, the config may change.
+        fingerprint = _same_run(config, workdir) if begun or summary else None
+        if summary and summary["steps"] == config.steps:
+            print(f"{workdir} is finished: nothing to do")
+            return summary
+        if summary and not begun:
             raise ValueError(
-                f"{workdir}: the prompts differ from those the run began with (fingerprint "
-                f"{described['data']} -> {sources.fingerprint}); restore data.dir="
-                f"{config.data.dir!r} or the packages that generated it, or start elsewhere"
+                f"steps={config.steps}: {workdir} holds a finished run of {summary['steps']} steps "
+                "whose checkpoints are gone; give another --workdir"
             )
-        _write(workdir / "config.json", {"config": to_dict(config), "data": sources.fingerprint})
+        if begun and done > config.steps:
+            raise ValueError(
+                f"steps={config.steps}: {workdir} holds a run of {done} steps; give at least that, "
+                "or another --workdir"
+            )
+        if config.init_from and not begun:
+            check_folder(config)
+
+        # ---- Data --------------------------------------------------------------------------
+        sources = open_sources(config, fingerprint)
+        described = {"config": to_dict(config), "data": sources.fingerprint}
+        write_json(workdir / "config.json", described)
 
         # ---- The phases, compiled once each ------------------------------------------------
         optimizer = make_optimizer(config.optimizer)
@@ -93,14 +115,15 @@ def train(config: TrainConfig, workdir: Path) -> dict[str, Any]:
 
         # ---- The state: restored, or begun with a cold start -------------------------------
         begin = functools.partial(init_state, optimizer=optimizer)
-        if checkpoints.latest() is None:
-            state = jax.jit(begin)(_first_policy(config, sources, mesh))
-            step, elapsed = 0, 0.0
-        else:
+        if begun:
             target = jax.eval_shape(lambda: begin(init_policy(config.policy, config.seed)))
             state, meta, step = checkpoints.restore_state(target)
             elapsed = meta["seconds"]
             print(f"going on with {workdir} after step {step}")
+        else:
+            state = jax.jit(begin)(first_policy(config, sources, mesh))
+            step, elapsed = 0, 0.0
+        first = step
 
         def save() -> None:
             seconds = elapsed + time.perf_counter() - started
@@ -113,24 +136,33 @@ def train(config: TrainConfig, workdir: Path) -> dict[str, Any]:
         writer = MetricsWriter(workdir, step)
         bar = tqdm(total=config.steps, initial=step, desc="GSPO", unit="step", mininterval=1.0)
         broken = 0
-        with writer, bar:
+        with writer, bar, cli.StopRequest() as stop:
             while True:
-                if step % config.checkpoint.every == 0 or step == config.steps:
+                if step % config.checkpoint.every == 0 or step == config.steps or stop.signal:
                     save()
+                if stop.signal:
+                    raise Stopped(
+                        f"{stop.signal}: stopped, with {step} of {config.steps} steps saved in "
+                        f"{workdir}; the same command goes on"
+                    )
+                clock = Clock()
                 if _evaluates(config, step):
                     log = workdir / "samples" / f"heldout_{step:06d}.jsonl"
-                    writer.write(step, _heldout(evaluator(state.policy, log)))
+                    scores = clock.time("evaluation", evaluator, state.policy, log)
+                    writer.write(step, _heldout(scores) | clock.values())
                 if step == config.steps:
                     break
 
-                clock = _Clock()
+                clock = Clock()
                 # ---- Rollout: sample and reward, or the one that was saved
                 prompts = sources.train.batch(step, config.rollout.prompts)
                 width = config.rollout.prompt_length
                 placed = place_prompts(prompts, width, sources.tokenizer.pad_id, mesh)
                 key = jax.random.fold_in(jax.random.key(config.seed), step)
                 args = (state.policy, *placed, key)
-                rollout = _saved_rollout(checkpoints, step, sampler, args)
+                rollout = None
+                if step == first:
+                    rollout = _saved_rollout(checkpoints, step, sampler, args)
                 reused = rollout is not None
                 if not reused:
                     rollout = clock.time("rollout", sampler, *args)
@@ -153,16 +185,16 @@ def train(config: TrainConfig, workdir: Path) -> dict[str, Any]:
 
                 # ---- What is reported
                 tokens = values["response_length"] * rollout.responses.shape[0]
-                values["slot_use"] /= config.rollout.slots
+                values["slot_use"] /= min(config.rollout.slots, rollout.responses.shape[0])
                 if not reused:
                     values["rollout_tokens_per_s"] = tokens / clock.seconds["rollout"]
                 values["update_tokens_per_s"] = tokens / clock.seconds["update"]
-                values |= {f"seconds/{name}": s for name, s in clock.seconds.items()}
-                values |= {f"compile_seconds/{name}": s for name, s in clock.compiling.items()}
-                writer.write(step - 1, values)
+                writer.write(step - 1, values | clock.values())
                 bar.update()
-                clipped = values.get("clip_low", 0.0) + values.get("clip_high", 0.0)
-                bar.set_postfix(reward=f"{values['reward']:.3f}", clip=f"{clipped:.2f}")
+                # Where every reward is missing, these have no value.
+                reward = values.get("reward", math.nan)
+                clipped = values.get("clip_low", math.nan) + values.get("clip_high", math.nan)
+                bar.set_postfix(reward=f"{reward:.3f}", clip=f"{clipped:.2f}")
                 broken = broken + 1 if values["skipped_nonfinite"] == 1 else 0
                 if broken == MAX_BROKEN_STEPS:
                     save()
@@ -170,7 +202,9 @@ def train(config: TrainConfig, workdir: Path) -> dict[str, Any]:
                     raise Diverged(
                         f"steps {step - broken} to {step - 1}: no minibatch had a finite gradient. "
                         f"Their updates were skipped, so the state of step {step} in {workdir} is "
-                        "that before them. Lower optimizer.learning_rate or compute in float32"
+                        "that before them. The same command tries the next prompts; if that does "
+                        "not help, begin another run with a lower optimizer.learning_rate or with "
+                        "policy.compute_dtype=float32"
                     )
 
         # ---- The summary -------------------------------------------------------------------
@@ -189,36 +223,16 @@ def train(config: TrainConfig, workdir: Path) -> dict[str, Any]:
         }
         if jax.process_index() == 0:
             plot_curves(workdir)
-            _write(summary_path, summary)
+            write_json(summary_path, summary)
         return summary
 
 
-class _Clock:
-    """Seconds of each phase of one step, compilation apart."""
-
-    def __init__(self):
-        self.seconds: dict[str, float] = {}
-        self.compiling: dict[str, float] = {}
-
-    def time(self, name: str, function: Any, *args: Any) -> Any:
-        """Calls and waits for the result."""
-        before = getattr(function, "compile_seconds", 0.0)
-        start = time.perf_counter()
-        result = jax.block_until_ready(function(*args))
-        self.seconds[name] = time.perf_counter() - start
-        compiled = getattr(function, "compile_seconds", 0.0) - before
-        if compiled:
-            self.compiling[name] = compiled
-            self.seconds[name] -= compiled
-        return result
-
-
-def _describe(config: TrainConfig, workdir: Path) -> dict[str, Any]:
-    """What config.json says of an earlier start; ValueError if this is not the same run."""
+def _same_run(config: TrainConfig, workdir: Path) -> str:
+    """The fingerprint of the data of the run in `workdir`; ValueError if its config is another."""
     path = workdir / "config.json"
-    if not path.exists():
-        return {}
-    described = json.loads(path.read_text())
+    described = read_json(path)
+    if described is None:
+        raise ValueError(f"{path} is missing, though there are checkpoints; restore it")
     changed = differences(described["config"], to_dict(config))
     forbidden = [line for line in changed if not line.startswith(CHANGEABLE)]
     if forbidden:
@@ -229,25 +243,7 @@ def _describe(config: TrainConfig, workdir: Path) -> dict[str, Any]:
         )
     for line in changed:
         print(f"changed since the run was last started: {line}")
-    return described
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    """Replaces a JSON file in one move."""
-    if jax.process_index() == 0:
-        fresh = path.with_suffix(".tmp")
-        fresh.write_text(json.dumps(content, indent=2) + "\n")
-        os.replace(fresh, path)
-
-
-def _first_policy(config: TrainConfig, sources: Sources, mesh: jax.sharding.Mesh) -> Policy:
-    if config.init_from:
-        policy = huggingface.load_policy(Path(config.init_from), config.policy)
-    else:
-        policy = init_policy(config.policy, config.seed)
-    if sources.worked is None:
-        return policy
-    return cold_start(policy, sources.worked, config, mesh)
+    return described["data"]
 
 
 def _evaluates(config: TrainConfig, step: int) -> bool:
@@ -281,33 +277,17 @@ def _log_samples(
     workdir: Path, step: int, problems: Sequence[Any], texts: list[str], rewards: Any, host: Rollout
 ) -> None:
     """The responses of the first two groups, with their rewards."""
-    if jax.process_index() != 0:
-        return
-    path = workdir / "samples" / f"train_{step:06d}.jsonl"
-    path.parent.mkdir(exist_ok=True)
-    with path.open("w") as file:
-        for i in np.flatnonzero(host.groups < 2):
-            line = {
-                "task": problems[i].task,
-                "question": problems[i].question,
-                "response": texts[i],
-                "answer": problems[i].answer,
-                "reward": None if np.isnan(rewards[i]) else round(float(rewards[i]), 6),
-                "finished": bool(host.finished[i]),
-                "tokens": int(host.mask[i].sum()),
-            }
-            file.write(json.dumps(line) + "\n")
+    lines = [
+        sample_line(problems[i], texts[i], rewards[i])
+        | {"finished": bool(host.finished[i]), "tokens": int(host.mask[i].sum())}
+        for i in np.flatnonzero(host.groups < 2)
+    ]
+    write_lines(workdir / "samples" / f"train_{step:06d}.jsonl", lines)
 
 
 def main(argv: Sequence[str]) -> None:
     """Trains by --config in --workdir and prints the table of held-out scores."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}; values go in --config.key=value")
-    try:
-        config = from_config_dict(flags.FLAGS.config)
-        summary = train(config, Path(flags.FLAGS.workdir))
-    except (ValueError, FileNotFoundError) as error:
-        raise SystemExit(f"error: {error}") from error
+    summary = train(load(flags.FLAGS.config, argv), Path(flags.FLAGS.workdir))
     names = {"cold_start": "cold start", "final": "after RL"}
     print(
         table(
@@ -321,8 +301,6 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    config_flags.DEFINE_config_file("config", None, "an ml_collections file", lock_config=True)
+    flags.DEFINE_string("config", None, "an ml_collections file", required=True)
     flags.DEFINE_string("workdir", None, "where the run lives; made if absent", required=True)
-    flags.mark_flag_as_required("config")
-    logging.set_verbosity(logging.WARNING)
-    app.run(main)
+    cli.run(main, Diverged, Stopped, CheckpointUnreadable)

@@ -265,8 +265,21 @@ def test_ascii_tokenizer_round_trip_and_errors():
         tokenizer.encode("café")
     with pytest.raises(ValueError, match="special meaning"):
         tokenizer.encode("end\x03")
-    with pytest.raises(ValueError, match=r"\[5, 128\]"):
-        tokenizer.decode([5, 128])
+    assert tokenizer.decode([53, 128]) == "5\ufffd"  # an id that only a wider policy has
+
+
+def test_phrases_are_one_token_each_and_change_no_text():
+    tokenizer = AsciiTokenizer(["What is ", "What is the ", "?"])
+    assert tokenizer.vocab_size == 131
+    assert tokenizer.encode("What is the sum? What is") == [
+        *(129, 115, 117, 109, 130, 32),
+        *map(ord, "What is"),
+    ]
+    text = "What is (a.b)? What is the end?"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    for wrong in (["a", "a"], [""]):
+        with pytest.raises(ValueError, match="distinct and not empty"):
+            AsciiTokenizer(wrong)
 
 
 # ---------------------------------------------------------------- prompts

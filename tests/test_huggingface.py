@@ -182,6 +182,9 @@ def test_overrides_are_fields_of_the_policy():
 def test_a_folder_without_config_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="config.json"):
         read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="config.json: Expecting"):
+        read_config(tmp_path)
 
 
 # --- The weights ---------------------------------------------------------------------------------
@@ -341,7 +344,7 @@ def write_folder(folder: Path, policy: Policy) -> Path:
 
 
 VARIANTS = {
-    "mlp_only_layers": {"dense_layers": (1,)},
+    "mlp_only_layers": {"dense_layers": (0, 1)},
     "decoder_sparse_step": {"sparse_step": 2},
     "tied": {"tied": True},
     "no renormalisation": {"norm_topk": False, "norm_eps": 1e-5, "rope_theta": 1e4},

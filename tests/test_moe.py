@@ -310,7 +310,7 @@ def batch(rows, steps=6):
     ("variant", "sparse"),
     [
         ({"sparse_step": 2}, [1]),
-        ({"dense_layers": (1,)}, [0, 2]),
+        ({"dense_layers": (0, 1)}, [2]),
         ({"dense_layers": (0, 1, 2)}, []),
     ],
 )
@@ -356,19 +356,33 @@ def test_dense_and_sparse_layers_run_in_order(mesh, variant, sparse):
             np.testing.assert_array_equal(np.array(found)[real], np.array(wanted)[real])
 
 
+@jax.jit
+@jax.grad
+def gradient(policy, inputs, cotangent, weights):
+    """Of weights[0] * sum(cotangent * output) + weights[1] * load-balancing loss."""
+    tokens, positions, valid = inputs
+    hidden, _, routed = policy(tokens, positions, valid, causal(valid.astype(jnp.int32)))
+    output = (jnp.where(valid[..., None], hidden, 0) * cotangent).sum()
+    return weights[0] * output + weights[1] * routed.balance.sum()
+
+
+def gradient_arguments(mesh):
+    cotangent = np.random.default_rng(3).normal(size=(2, 6, 32)).astype(np.float32)
+    return to_devices((batch(2), cotangent), mesh)
+
+
 def test_gradient_reaches_every_router(mesh):
     """Through the output and, apart, through the load-balancing loss."""
-    cotangent = np.random.default_rng(3).normal(size=(2, 6, 32)).astype(np.float32)
-    (tokens, positions, valid), cotangent = to_devices((batch(2), cotangent), mesh)
-
-    @jax.jit
-    @jax.grad
-    def gradient(policy, weights):
-        hidden, _, routed = policy(tokens, positions, valid, causal(valid.astype(jnp.int32)))
-        output = (jnp.where(valid[..., None], hidden, 0) * cotangent).sum()
-        return weights[0] * output + weights[1] * routed.balance.sum()
-
     for weights in ([1.0, 0.0], [0.0, 1.0]):
-        grads = gradient(tiny_policy(), jnp.array(weights))
+        policy = tiny_policy(num_layers=2)
+        grads = gradient(policy, *gradient_arguments(mesh), jnp.array(weights))
         router = grads.stacks[0].ffn.router[...]
         assert (np.abs(router).max((1, 2)) > 1e-4).all()
+
+
+def test_remat_and_unroll_change_no_gradient(mesh):
+    arguments = (*gradient_arguments(mesh), jnp.ones(2))
+    expected = gradient(tiny_policy(num_layers=2), *arguments)
+    grads = gradient(tiny_policy(num_layers=2, remat=True, unroll=2), *arguments)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * max(1, np.abs(b).max()))

@@ -22,12 +22,18 @@ class Sources(NamedTuple):
         return "-".join(s.fingerprint for s in (self.train, *self.heldout.values()))
 
 
-def open_sources(config: TrainConfig) -> Sources:
-    """Builds (once; later reads) the splits of every task."""
+def open_sources(config: TrainConfig, fingerprint: str | None = None) -> Sources:
+    """Builds (once; later reads) the splits of every task.
+
+    Args:
+      fingerprint: what the data must have, of the run that they belong to.
+    Raises:
+      ValueError: they have another, or cannot be built.
+    """
     c, r = config.data, config.rollout
-    tokenizer = AsciiTokenizer()
+    tokenizer = AsciiTokenizer(c.phrases)
     sizes = {"cold_start": c.cold_start, "train": c.train, "heldout": c.heldout}
-    splits = {spec.name: build(spec, sizes, config.seed, c.dir) for spec in c.specs()}
+    splits = {spec.name: build(spec, sizes, config.seed, c.dir) for spec in map(c.spec, c.tasks)}
 
     def mixed(split: str) -> Problems:
         parts = [task[split] for task in splits.values()]
@@ -37,7 +43,7 @@ def open_sources(config: TrainConfig) -> Sources:
     if config.cold_start.steps:
         lengths = (r.prompt_length, r.response_length)
         worked = WorkedSet(mixed("cold_start"), tokenizer, *lengths, config.seed)
-    return Sources(
+    sources = Sources(
         tokenizer,
         worked,
         PromptSet(mixed("train"), tokenizer, r.prompt_length, config.seed),
@@ -46,3 +52,10 @@ def open_sources(config: TrainConfig) -> Sources:
             for name, task in splits.items()
         },
     )
+    if fingerprint not in (None, sources.fingerprint):
+        raise ValueError(
+            f"data.dir={c.dir!r}: the prompts differ from those the run began with (fingerprint "
+            f"{fingerprint} -> {sources.fingerprint}); restore the packages that generated them, "
+            "or begin another run"
+        )
+    return sources

@@ -1,5 +1,6 @@
 """Tokenizers: text to token ids and back, and the template that turns a question into a prompt."""
 
+import re
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
@@ -37,43 +38,52 @@ class Tokenizer(Protocol):
 
 
 class AsciiTokenizer:
-    """One token a character: 128 ids, the ASCII ordinals.
+    """One token a character: 128 ids, the ASCII ordinals; then one for each of `phrases`.
 
     Three control characters that no text contains are special: NUL pads, STX ("start of text")
     closes the prompt, ETX ("end of text") ends the response.
+
+    Args:
+      phrases: texts that are one token wherever they occur, such as the words around a task's
+        numbers; where several fit, the longest. ValueError if one is empty or given twice.
     """
 
-    vocab_size = 128
     pad_id = 0
     start_id = 2
     end_ids = (3,)
 
+    def __init__(self, phrases: Sequence[str] = ()):
+        if len(set(phrases)) < len(phrases) or not all(phrases):
+            raise ValueError(f"phrases={list(phrases)} must be distinct and not empty")
+        self._ids = {phrase: 128 + i for i, phrase in enumerate(phrases)}
+        self._texts = {i: phrase for phrase, i in self._ids.items()}
+        longest_first = sorted(map(re.escape, phrases), key=len, reverse=True)
+        self._pieces = re.compile("|".join([*longest_first, "."]), re.DOTALL)
+        self.vocab_size = 128 + len(phrases)
+
     def encode(self, text: str) -> list[int]:
-        """Ordinals of `text`. ValueError on a character outside ASCII or on a special one."""
-        ids = [ord(character) for character in text]
-        for place, token in enumerate(ids):
-            if token >= self.vocab_size:
+        """Ids of `text`. ValueError on a character outside ASCII or on a special one."""
+        for place, character in enumerate(text):
+            if ord(character) >= 128:
                 problem = "is outside ASCII; use a task whose text is ASCII, or another tokenizer"
-            elif token in (self.pad_id, self.start_id, *self.end_ids):
+            elif ord(character) in (self.pad_id, self.start_id, *self.end_ids):
                 problem = "has a special meaning and cannot be part of a text"
             else:
                 continue
             raise ValueError(
-                f"AsciiTokenizer: character {text[place]!r} (U+{token:04X}), number {place} of "
-                f"{text[:200]!r}, {problem}"
+                f"AsciiTokenizer: character {character!r} (U+{ord(character):04X}), number {place} "
+                f"of {text[:200]!r}, {problem}"
             )
-        return ids
+        return [self._ids.get(piece) or ord(piece) for piece in self._pieces.findall(text)]
 
     def decode(self, ids: TokenIds) -> str:
-        """Characters of `ids` without the special ones. ValueError on an id outside [0, 128)."""
+        """Text of `ids` without the special ones; U+FFFD for ids that only the policy has."""
         special = {self.pad_id, self.start_id, *self.end_ids}
-        ids = [int(token) for token in ids]
-        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
-            raise ValueError(
-                f"AsciiTokenizer: ids lie in [{min(ids)}, {max(ids)}], but must lie in [0, 128); "
-                "a model that uses this tokenizer needs vocab_size=128"
-            )
-        return "".join(chr(token) for token in ids if token not in special)
+
+        def piece(token: int) -> str:
+            return chr(token) if token < 128 else self._texts.get(token, "\ufffd")
+
+        return "".join(piece(int(token)) for token in ids if int(token) not in special)
 
     def render(self, question: str) -> list[int]:
         """The question, then STX."""

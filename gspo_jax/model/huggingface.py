@@ -47,9 +47,8 @@ def read_config(folder: str | Path, **overrides: Any) -> PolicyConfig:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: name a folder that transformers has written")
-    raw = json.loads(path.read_text())
     try:
-        config = _to_config(raw)
+        config = _to_config(json.loads(path.read_text()))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     fields = [field.name for field in dataclasses.fields(PolicyConfig)]

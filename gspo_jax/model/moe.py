@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as Spec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from gspo_jax.sharding import DATA
 
@@ -60,7 +60,7 @@ def balance_loss(routing: Routing, valid: Bool[Array, "B S"]) -> Float[Array, " 
 
 
 def expert_counts(
-    experts: Int[Array, "*lead S k"], valid: Bool[Array, "*lead S"], num_experts: int
+    experts: Integer[Array, "*lead S k"], valid: Bool[Array, "*lead S"], num_experts: int
 ) -> Float[Array, "*lead E"]:
     """How often each expert was chosen by the valid tokens of a sequence."""
     chosen = jax.nn.one_hot(experts, num_experts, dtype=jnp.float32).sum(-2)

@@ -68,6 +68,11 @@ class PolicyConfig:
         return sum(layers for sparse, layers in self.stacks if sparse)
 
     @property
+    def residual_terms(self) -> int:
+        """What the residual stream adds up: initial outputs are scaled so that it keeps its size."""
+        return 2 * self.num_layers
+
+    @property
     def head_axis(self) -> str | None:
         """The mesh axis that splits heads. A single KV head has none: einsum takes it for a
         broadcast axis and would lose it."""
@@ -87,6 +92,7 @@ class Routed(NamedTuple):
 
 
 def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], fan_in: int, spec: Spec) -> nnx.Param:
+    """Weights that keep the variance of `fan_in` inputs."""
     noise = jax.random.normal(rngs.params(), shape, jnp.float32, out_sharding=spec)
     return nnx.Param(noise * fan_in**-0.5)
 
@@ -103,7 +109,9 @@ def _use(param: nnx.Param, dtype: DTypeLike, *spec: str | None) -> Array:
 def rms_norm(x: Float[Array, "*lead D"], scale: Float[Array, " D"], eps: float) -> Array:
     """x / rms(x) * scale, computed in float32 and returned in x's dtype."""
     full = x.astype(jnp.float32)
-    full = full * jax.lax.rsqrt(jnp.mean(full**2, axis=-1, keepdims=True) + eps)
+    # Not rsqrt: on CPU it is approximated in one way where it is vectorised and in another where it
+    # is not, so that scoring and training would disagree about equal weights.
+    full = full * jnp.sqrt(1.0 / (jnp.mean(full**2, axis=-1, keepdims=True) + eps))
     scale = scale.reshape((1,) * (x.ndim - 1) + scale.shape)
     return (full * scale).astype(x.dtype)
 
@@ -113,23 +121,12 @@ class Attention(nnx.Module):
 
     def __init__(self, config: PolicyConfig, layers: int, rngs: nnx.Rngs):
         c, self.config = config, config
-        width = c.num_heads * c.head_dim
-        inner = Spec(None, "fsdp", "tensor", None)
-        self.query = _normal(
-            rngs, (layers, c.hidden_size, c.num_heads, c.head_dim), c.hidden_size, inner
-        )
-        self.key = _normal(
-            rngs, (layers, c.hidden_size, c.num_kv_heads, c.head_dim), c.hidden_size, inner
-        )
-        self.value = _normal(
-            rngs, (layers, c.hidden_size, c.num_kv_heads, c.head_dim), c.hidden_size, inner
-        )
-        self.out = _normal(
-            rngs,
-            (layers, c.num_heads, c.head_dim, c.hidden_size),
-            width,
-            Spec(None, "tensor", None, "fsdp"),
-        )
+        d, n, k, h = c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim
+        inner, outer = Spec(None, "fsdp", "tensor", None), Spec(None, "tensor", None, "fsdp")
+        self.query = _normal(rngs, (layers, d, n, h), d, inner)
+        self.key = _normal(rngs, (layers, d, k, h), d, inner)
+        self.value = _normal(rngs, (layers, d, k, h), d, inner)
+        self.out = _normal(rngs, (layers, n, h, d), n * h * c.residual_terms, outer)
         self.query_norm = _ones(layers, c.head_dim)
         self.key_norm = _ones(layers, c.head_dim)
 
@@ -156,7 +153,9 @@ class DenseFFN(nnx.Module):
         d, f = config.hidden_size, config.dense_width
         self.gate = _normal(rngs, (layers, d, f), d, Spec(None, "fsdp", "tensor"))
         self.up = _normal(rngs, (layers, d, f), d, Spec(None, "fsdp", "tensor"))
-        self.down = _normal(rngs, (layers, f, d), f, Spec(None, "tensor", "fsdp"))
+        self.down = _normal(
+            rngs, (layers, f, d), f * config.residual_terms, Spec(None, "tensor", "fsdp")
+        )
 
     def __call__(self, x, valid):
         wide = (None, "tensor")
@@ -180,7 +179,7 @@ class ExpertFFN(nnx.Module):
         self.router = _normal(rngs, (layers, d, e), d, Spec(None, "fsdp", None))
         self.gate = _normal(rngs, (layers, e, d, f), d, wide)
         self.up = _normal(rngs, (layers, e, d, f), d, wide)
-        self.down = _normal(rngs, (layers, e, f, d), f, narrow)
+        self.down = _normal(rngs, (layers, e, f, d), f * c.residual_terms, narrow)
 
     def __call__(self, x, valid):
         c = self.config

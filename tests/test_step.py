@@ -1,0 +1,637 @@
+"""Score and update by property: exact where scoring meets training, invariant in how it is cut."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracle
+import pytest
+from jax.sharding import PartitionSpec as Spec
+from tiny import tiny_policy
+
+from gspo_jax import step
+from gspo_jax.metrics import highest, resolve
+from gspo_jax.model.attention import causal
+from gspo_jax.rollout import Rollout
+from gspo_jax.sharding import data_shards, make_mesh, round_robin, to_devices, to_host
+from gspo_jax.step import OptimizerConfig, UpdateConfig
+
+B, P, R, GROUP = 32, 8, 10, 4  # responses, prompt and response length, group size
+CONFIG = UpdateConfig(minibatches=2, micro_batch=8)
+ADAMW = OptimizerConfig(learning_rate=1e-2)
+FIRST = slice(0, B // 2)  # the rows of the first minibatch on one device
+SECOND = slice(B // 2, B)
+
+
+# --- Rollouts, policies and programs -------------------------------------------------------------
+
+
+def a_rollout(prompt_pad: int = 0, response_pad: int = 0) -> Rollout:
+    """Ragged random prompts and responses with random rewards, on the host.
+
+    Args:
+      prompt_pad, response_pad: columns of padding added, the same content otherwise.
+    """
+    rng = np.random.default_rng(0)
+    prompt_mask = np.arange(P) >= P - rng.integers(2, P + 1, B)[:, None]
+    lengths = rng.integers(1, R + 1, B)
+    lengths[:2] = 1, R
+    prompts, responses = (rng.integers(64, size=(B, n)).astype(np.int32) for n in (P, R))
+    before, after = ((0, 0), (prompt_pad, 0)), ((0, 0), (0, response_pad))
+    mask = np.pad(np.arange(R) < lengths[:, None], after)
+    return Rollout(
+        prompts=np.pad(prompts, before),
+        prompt_mask=np.pad(prompt_mask, before),
+        responses=np.pad(responses, after),
+        mask=mask,
+        logps=np.zeros(mask.shape, np.float32),
+        groups=np.arange(B, dtype=np.int32) // GROUP,
+        finished=lengths < R,
+        rewards=rng.random(B).astype(np.float32),
+        iterations=np.int32(20),
+    )
+
+
+def noise(mask: np.ndarray) -> np.ndarray:
+    """What old log-probabilities deviate from new ones; ratios fall in and out of the band."""
+    noise = np.random.default_rng(1).normal(size=(B, R)) * 1e-3
+    return np.where(mask, np.pad(noise, ((0, 0), (0, mask.shape[1] - R))), 0).astype(np.float32)
+
+
+def place(rollout: Rollout) -> Rollout:
+    """The rollout on the current mesh: a minibatch holds the same rows on every one."""
+    mesh = jax.sharding.get_mesh()
+    order = round_robin(B, data_shards(mesh))
+    rows = jax.tree.map(lambda x: x[order], rollout._replace(iterations=None))
+    return to_devices(rows, mesh)._replace(iterations=jnp.int32(rollout.iterations))
+
+
+scorer = jax.jit(step.score, static_argnames="config")
+updater = jax.jit(step.update, static_argnames=("config", "optimizer"), donate_argnums=0)
+adamw = functools.cache(step.make_optimizer)
+
+
+@functools.partial(jax.jit, static_argnames="optimizer")
+def begin(policy, optimizer):
+    return step.init_state(policy, optimizer)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def gradients(policy, rollout, old_logps, old_experts, number, config):
+    """step.minibatch_gradients of minibatch `number` of step.make_batch."""
+    batches = step.make_batch(rollout, old_logps, old_experts, config)
+    minibatch = jax.tree.map(lambda x: x[number], batches)
+    return step.minibatch_gradients(policy, minibatch, config)
+
+
+def assert_close(a: Any, b: Any, rtol: float = 0, atol: float = 1e-6) -> None:
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=rtol, atol=atol), to_host(a), to_host(b)
+    )
+
+
+def assert_same(a: Any, b: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, to_host(a), to_host(b))
+
+
+class Setting(NamedTuple):
+    """A policy, a rollout and its scores on one device."""
+
+    policy: Any
+    rollout: Rollout
+    old_logps: jax.Array
+    old_experts: jax.Array
+
+    def update(self, rewards: np.ndarray | None = None, state: Any = None, **replaced: Any):
+        """State and metrics after two AdamW updates, from the start or from `state`."""
+        if state is None:
+            state = begin(self.policy, adamw(ADAMW))
+        args = self.with_rewards(rewards)._replace(**replaced)
+        state = jax.tree.map(jnp.copy, state)  # it is donated
+        state, metrics = updater(state, *args[1:], CONFIG, adamw(ADAMW))
+        return state, resolve(metrics)
+
+    def gradients(self, number: int = 0, rewards: np.ndarray | None = None, **replaced: Any):
+        """Gradients and metrics of one minibatch."""
+        args = self.with_rewards(rewards)._replace(**replaced)
+        grads, metrics, _ = gradients(*args, number, CONFIG)
+        return grads, resolve(metrics)
+
+    def with_rewards(self, rewards: np.ndarray | None) -> "Setting":
+        if rewards is None:
+            return self
+        return self._replace(rollout=self.rollout._replace(rewards=jnp.float32(rewards)))
+
+
+@pytest.fixture
+def setting(mesh) -> Setting:
+    policy, rollout = tiny_policy(num_layers=2), place(a_rollout())
+    return Setting(policy, rollout, *scorer(policy, rollout, CONFIG))
+
+
+def rewards_but(rows: slice, value: float) -> np.ndarray:
+    """The rewards, those of some rows replaced."""
+    rewards = a_rollout().rewards.copy()
+    rewards[rows] = value
+    return rewards
+
+
+# --- Scoring meets training ----------------------------------------------------------------------
+
+
+def keeper() -> optax.GradientTransformation:
+    """Learning rate 0; its state is the gradient of the first minibatch."""
+
+    def init(policy):
+        return jnp.int32(0), jax.tree.map(jnp.zeros_like, policy)
+
+    def update(grads, state, policy):
+        number, kept = state
+        kept = jax.tree.map(lambda k, g: jnp.where(number == 0, g, k), kept, grads)
+        return jax.tree.map(jnp.zeros_like, policy), (number + 1, kept)
+
+    return optax.GradientTransformation(init, update)
+
+
+def measured_update(state, rollout, old_logps, old_experts, config, optimizer):
+    """step.update; also the largest difference of a token's new and old log-probability."""
+    score, loss, seen = step._score_micro, step.loss, []
+
+    def remember(*args):
+        seen.append(score(*args))
+        return seen[-1]
+
+    def measure(policy, batch, *args):
+        total, (metrics, experts) = loss(policy, batch, *args)
+        gap = jnp.abs(jnp.where(batch.mask, seen[-1].logps - batch.old_logps, 0.0))
+        metrics.maxs["gap"] = highest(gap, batch.mask)
+        return total, (metrics, experts)
+
+    with mock.patch.multiple(step, _score_micro=remember, loss=measure):
+        return step.update(state, rollout, old_logps, old_experts, config, optimizer)
+
+
+class Cut(NamedTuple):
+    """One way to compute the same thing."""
+
+    shape: tuple[int, int, int] = (1, 1, 1)
+    micro_batch: int = 8
+    chunk: int = 0
+    pads: tuple[int, int] = (0, 0)
+    policy: tuple[tuple[str, Any], ...] = ()
+
+
+CUTS = {
+    "one device": Cut(),
+    "fsdp 8, remat": Cut(shape=(8, 1, 1), policy=(("remat", True),)),
+    "expert 8, micro-batches of 16, chunks of 3": Cut(shape=(1, 8, 1), micro_batch=16, chunk=3),
+    "fsdp 2, expert 2, tensor 2": Cut(shape=(2, 2, 2)),
+    "micro-batches of 1, remat, chunks of 5": Cut(
+        micro_batch=1, chunk=5, policy=(("remat", True),)
+    ),
+    "micro-batches of 2, unrolled": Cut(micro_batch=2, policy=(("unroll", 2),)),
+    "pads, micro-batches of 16": Cut(pads=(20, 8), micro_batch=16),
+}
+OTHER_POLICIES = {
+    "bfloat16, a dense layer, tied": Cut(
+        policy=(("compute_dtype", "bfloat16"), ("dense_layers", (0,)), ("tied", True))
+    ),
+    "no experts, unrolled, remat": Cut(policy=(("num_experts", 0), ("unroll", 2), ("remat", True))),
+}
+
+
+class Outcome(NamedTuple):
+    exact: dict[str, float]  # metrics at equal weights
+    metrics: dict[str, float]  # metrics with perturbed old log-probabilities
+    grads: Any  # of the first minibatch, with the same
+    logps: np.ndarray  # as scored
+    rollout: Rollout
+
+
+@functools.cache
+def outcome(name: str) -> Outcome:
+    """Scored and updated at learning rate 0 by two programs, the state donated."""
+    cut = (CUTS | OTHER_POLICIES)[name]
+    config = UpdateConfig(minibatches=2, micro_batch=cut.micro_batch, logps_chunk=cut.chunk)
+    mesh = make_mesh(*cut.shape)
+    with jax.set_mesh(mesh):
+        host = a_rollout(*cut.pads)
+        policy, rollout = tiny_policy(**({"num_layers": 2} | dict(cut.policy))), place(host)
+        optimizer = keeper()
+        old_logps, old_experts = scorer(policy, rollout, config)
+        update: Callable[..., Any] = jax.jit(
+            functools.partial(measured_update, config=config, optimizer=optimizer),
+            donate_argnums=0,
+        )
+        state = jax.tree.map(jnp.copy, begin(policy, optimizer))  # it is donated
+        state, exact = update(state, rollout, old_logps, old_experts)
+        assert_same(state.policy, policy)
+        order = round_robin(B, data_shards(mesh))
+        moved = old_logps - to_devices(noise(host.mask)[order], mesh)
+        state = state._replace(opt_state=(jnp.int32(0), state.opt_state[1]))
+        state, metrics = update(state, rollout, moved, old_experts)
+        logps = np.empty(old_logps.shape, np.float32)
+        logps[order] = to_host(old_logps)
+        return Outcome(resolve(exact), resolve(metrics), to_host(state.opt_state[1]), logps, host)
+
+
+@pytest.mark.parametrize("cut", [*CUTS, *OTHER_POLICIES])
+def test_learning_rate_zero_is_exact(cut):
+    """Item 1 and the numerics contract: not a bit between scoring and training, ever."""
+    exact = outcome(cut).exact
+    assert exact["gap_max"] == 0
+    assert exact["ratio_min"] == exact["ratio_max"] == 1
+    assert exact["clip_low"] == exact["clip_high"] == exact["clip_tokens"] == 0
+    assert exact["skipped_empty"] == exact["skipped_nonfinite"] == 0
+    assert exact.get("expert_change_1", 0) == exact.get("expert_change_all", 0) == 0
+
+
+# --- How the rollout is cut does not matter ------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(CUTS)[1:])
+def test_items_08_and_20_gradients_do_not_depend_on_the_cut(name):
+    """Of the first minibatch: micro-batch size, mesh, pad width, remat, unrolling, chunks."""
+    found, expected = outcome(name), outcome("one device")
+    assert max(np.abs(x).max() for x in jax.tree.leaves(expected.grads)) > 0.1
+    assert_close(found.grads, expected.grads, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", list(CUTS)[1:])
+def test_item_20_log_probabilities_do_not_depend_on_the_cut(name):
+    found, expected = outcome(name), outcome("one device")
+    a, b = found.logps[found.rollout.mask], expected.logps[expected.rollout.mask]
+    np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", list(CUTS)[1:])
+def test_item_36_metrics_do_not_depend_on_the_cut(name):
+    """Ratios, clip fractions and all others, padding included."""
+    found, expected = outcome(name).metrics, outcome("one device").metrics
+    assert 0.05 < expected["clip_low"] < 0.5 and 0.05 < expected["clip_high"] < 0.5
+    assert found.keys() == expected.keys()
+    for key in found.keys() - {"gap_max"}:
+        np.testing.assert_allclose(found[key], expected[key], rtol=1e-5, atol=1e-6, err_msg=key)
+
+
+# --- Against a plain policy gradient -------------------------------------------------------------
+
+
+class Reference(NamedTuple):
+    """A minibatch without padding on the left, micro-batches, or anything else of the trainer."""
+
+    logps: jax.Array  # [b, R]
+    entropy: jax.Array  # [b, R]
+    ratio: jax.Array  # [b]
+    grads: Any
+
+
+@functools.partial(jax.jit, static_argnames="temperature")
+def reference(policy, tokens, lengths, rollout, old_logps, advantages, weights, temperature=1.0):
+    """Eq. 5 and 7 written out for responses that all count, by automatic differentiation.
+
+    Args:
+      tokens: prompt and response side by side, padded on the right.
+      lengths: of the prompts.
+      weights: of the objective and of the load-balancing loss.
+    """
+
+    def loss(policy):
+        rows, steps = tokens.shape
+        positions = jnp.broadcast_to(jnp.arange(steps)[None], tokens.shape)
+        responses = rollout.mask.sum(1)
+        # The last token of a response is no input.
+        inputs = positions < (lengths + responses - 1)[:, None]
+        attend = causal(inputs.astype(jnp.int32))
+        hidden, _, routed = policy(tokens, positions, inputs, attend)
+        everywhere = jax.nn.log_softmax(policy.logits(hidden) / temperature)
+        at = jnp.minimum(lengths[:, None] - 1 + jnp.arange(R)[None], steps - 1)
+        everywhere = jnp.take_along_axis(everywhere, at[..., None], 1)
+        logps = jnp.take_along_axis(everywhere, rollout.responses[..., None], 2)[..., 0]
+        entropy = -(jnp.exp(everywhere) * everywhere).sum(-1)
+        difference = jnp.where(rollout.mask, logps - old_logps, 0.0)
+        s = jnp.exp(difference.sum(1) / responses)
+        low, high = 1 - 3e-4, 1 + 4e-4
+        bounded = jnp.minimum(jnp.maximum(s, low), high)
+        objective = jnp.where(
+            advantages >= 0,
+            jnp.minimum(s, high) * advantages,
+            jnp.maximum(s, low) * advantages,
+        ).mean()
+        balance = routed.balance.mean()
+        return -weights[0] * objective + weights[1] * balance, (logps, entropy, s)
+
+    grads, (logps, entropy, s) = jax.grad(loss, has_aux=True)(policy)
+    return Reference(logps, entropy, s, grads)
+
+
+def plain(setting: Setting, rows: slice, old_logps, weights, **options) -> Reference:
+    """`reference` on some rows of a setting."""
+    host = a_rollout()
+    host = jax.tree.map(lambda x: x[rows], host._replace(iterations=None))
+    lengths = host.prompt_mask.sum(1)
+    tokens = np.zeros((len(lengths), P + R), np.int32)
+    for i, n in enumerate(lengths):
+        tokens[i, : n + R] = [*host.prompts[i][host.prompt_mask[i]], *host.responses[i]]
+    advantages = oracle.group_advantages(host.rewards, host.groups)
+    arrays = (
+        tokens,
+        lengths.astype(np.int32),
+        host,
+        np.float32(old_logps[rows]),
+        np.float32(advantages),
+    )
+    arrays = to_devices(arrays, jax.sharding.get_mesh())
+    return reference(setting.policy, *arrays, jnp.float32(weights), **options)
+
+
+def perturbed(setting: Setting) -> np.ndarray:
+    """Old log-probabilities that differ from the new ones."""
+    return to_host(setting.old_logps) - noise(a_rollout().mask)
+
+
+def test_item_19_log_probabilities_are_those_of_the_next_token(setting):
+    """logps[t] = log p(y_t | x, y_<t), by a full forward pass without padding on the left."""
+    for rows in (FIRST, SECOND):
+        expected = plain(setting, rows, perturbed(setting), [1, 0])
+        mask = a_rollout().mask[rows]
+        found = to_host(setting.old_logps)[rows]
+        np.testing.assert_allclose(found[mask], np.array(expected.logps)[mask], rtol=0, atol=1e-5)
+
+
+def test_item_27_the_temperature_divides_the_logits(setting):
+    config = UpdateConfig(minibatches=2, micro_batch=8, temperature=0.7)
+    found, _ = scorer(setting.policy, setting.rollout, config)
+    expected = plain(setting, FIRST, perturbed(setting), [1, 0], temperature=0.7)
+    mask = a_rollout().mask[FIRST]
+    a, b = np.array(found)[FIRST][mask], np.array(expected.logps)[mask]
+    np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+
+
+def test_items_08_09_31_gradient_of_a_minibatch(setting):
+    """Accumulated over micro-batches, it is that of the objective plus the balance loss, once."""
+    old = perturbed(setting)
+    for number, rows in enumerate((FIRST, SECOND)):
+        grads, _ = setting.gradients(number, old_logps=jnp.array(old))
+        expected = plain(setting, rows, old, [1, CONFIG.balance_coef])
+        assert_close(grads, expected.grads, atol=2e-6)
+
+
+def test_item_31_without_advantages_only_the_balance_loss_is_left(setting):
+    """Present in the one loss path, and scaled by its coefficient exactly once."""
+    grads, metrics = setting.gradients(rewards=np.ones(B))
+    expected = plain(setting, FIRST, perturbed(setting), [0, 1])
+    scaled = jax.tree.map(lambda x: x / CONFIG.balance_coef, grads)
+    assert np.abs(expected.grads.stacks[0].ffn.router[...]).max() > 0.01
+    assert_close(scaled, expected.grads, atol=1e-5)
+    assert not np.array(grads.head[...]).any()
+    assert metrics["balance"] > 1
+
+
+def test_item_36_ratio_and_clip_metrics(setting):
+    """Sign-aware, low and high apart, per sequence and per token, as float64 NumPy counts them."""
+    old, host = perturbed(setting), a_rollout()
+    advantages = oracle.group_advantages(host.rewards, host.groups)
+    for number, rows in enumerate((FIRST, SECOND)):
+        new = to_host(setting.old_logps)[rows]
+        expected = oracle.gspo(new, old[rows], host.mask[rows], advantages[rows])
+        edges = np.abs(expected.ratio[:, None] - [[1 - 3e-4, 1 + 4e-4]]).min()
+        assert edges > 1e-6, "a ratio on the edge of the band proves nothing"
+        _, metrics = setting.gradients(number, old_logps=jnp.array(old))
+        tokens, clipped = host.mask[rows].sum(1), expected.low | expected.high
+        wanted = {
+            "objective": expected.value,
+            "ratio": expected.ratio.mean(),
+            "ratio_min": expected.ratio.min(),
+            "ratio_max": expected.ratio.max(),
+            "clip_low": expected.low.mean(),
+            "clip_high": expected.high.mean(),
+            "clip_tokens": (clipped * tokens).sum() / tokens.sum(),
+        }
+        assert wanted["clip_low"] != wanted["clip_high"] != wanted["clip_tokens"]
+        for name, value in wanted.items():
+            np.testing.assert_allclose(metrics[name], value, rtol=1e-6, atol=1e-7, err_msg=name)
+
+
+def test_item_37_entropy(setting):
+    _, metrics = setting.gradients()
+    expected = plain(setting, FIRST, perturbed(setting), [1, 0]).entropy
+    mask = a_rollout().mask[FIRST]
+    np.testing.assert_allclose(metrics["entropy"], np.array(expected)[mask].mean(), rtol=1e-5)
+
+
+# --- What must not count -------------------------------------------------------------------------
+
+
+def test_item_21_the_content_of_pads_changes_nothing(setting):
+    """Neither tokens nor old log-probabilities outside the masks, to the bit."""
+    rollout = setting.rollout
+    other = rollout._replace(
+        prompts=jnp.where(rollout.prompt_mask, rollout.prompts, 63),
+        responses=jnp.where(rollout.mask, rollout.responses, 63),
+        logps=jnp.where(rollout.mask, rollout.logps, jnp.nan),
+    )
+    old_logps, _ = scorer(setting.policy, other, CONFIG)
+    assert_same(
+        jnp.where(rollout.mask, old_logps, 0), jnp.where(rollout.mask, setting.old_logps, 0)
+    )
+    old_logps = jnp.array(perturbed(setting))
+    expected = setting.gradients(old_logps=old_logps)
+    old_logps = jnp.where(rollout.mask, old_logps, jnp.nan)
+    assert_same(setting.gradients(rollout=other, old_logps=old_logps), expected)
+
+
+def test_item_21_a_prompt_is_not_in_the_ratio(setting):
+    """Its tokens are read, but n and the objective count the response alone."""
+    _, metrics = setting.gradients(old_logps=setting.old_logps - 0.01)
+    for name in ("ratio", "ratio_min", "ratio_max"):
+        np.testing.assert_allclose(metrics[name], np.exp(0.01), rtol=1e-6)
+
+
+def test_item_14_responses_without_a_reward_drop_out(setting):
+    """Whole groups of them: what they hold, and how they score, is without effect."""
+    missing = slice(0, 2 * GROUP)
+    rewards = rewards_but(missing, np.nan)
+    old = jnp.array(perturbed(setting))
+    grads, metrics = setting.gradients(rewards=rewards, old_logps=old)
+    expected = plain(setting, slice(2 * GROUP, B // 2), np.array(old), [1, CONFIG.balance_coef])
+    assert_close(grads, expected.grads, atol=2e-6)
+    np.testing.assert_allclose(metrics["ratio"], expected.ratio.mean(), rtol=1e-6)
+    np.testing.assert_allclose(metrics["ratio_max"], expected.ratio.max(), rtol=1e-6)
+    assert_same(
+        setting.gradients(rewards=rewards, old_logps=old.at[missing].add(5.0)), (grads, metrics)
+    )
+
+
+# --- Updates -------------------------------------------------------------------------------------
+
+
+def test_item_01_learning_rate_zero_leaves_the_policy(setting):
+    """The real optimizer: ratio 1, nothing clipped, no bit of the policy changed."""
+    optimizer = adamw(OptimizerConfig(learning_rate=0.0))
+    state = jax.tree.map(jnp.copy, begin(setting.policy, optimizer))
+    state, metrics = updater(state, *setting[1:], CONFIG, optimizer)
+    assert_same(state.policy, setting.policy)
+    assert state.updates == CONFIG.minibatches
+    metrics = resolve(metrics)
+    assert metrics["ratio_min"] == metrics["ratio_max"] == 1
+    assert metrics["clip_tokens"] == metrics["expert_change_1"] == metrics["expert_change_all"] == 0
+
+
+def test_item_01_only_the_first_minibatch_has_ratio_one(setting):
+    after_one, first = setting.update(rewards_but(SECOND, np.nan))
+    assert first["ratio_min"] == first["ratio_max"] == 1  # of the first minibatch alone
+    _, second = setting.gradients(1, policy=after_one.policy)
+    assert abs(second["ratio"] - 1) > 1e-4
+    assert second["ratio_min"] < 0.999 and second["ratio_max"] > 1.001
+    _, both = setting.update()
+    np.testing.assert_allclose(both["ratio"], (1 + second["ratio"]) / 2, rtol=1e-6)
+    np.testing.assert_allclose(both["ratio_min"], second["ratio_min"], rtol=1e-5)
+    np.testing.assert_allclose(both["ratio_max"], second["ratio_max"], rtol=1e-5)
+    clipped = (second["clip_low"] + second["clip_high"]) / 2
+    np.testing.assert_allclose(both["clip_low"] + both["clip_high"], clipped, rtol=1e-6)
+    assert clipped > 0.1
+
+
+@pytest.mark.parametrize("rewards", [1.0, np.nan], ids=["equal", "missing"])
+def test_item_07_a_step_without_signal_leaves_every_bit(setting, rewards):
+    """Moments and counts too: these are not zero, and a step on zeros would decay them."""
+    state, _ = setting.update()
+    assert state.updates == 2
+    after, metrics = setting.update(np.full(B, rewards), state=state)
+    assert_same(after, state)
+    assert metrics["skipped_empty"] == 1
+    assert metrics["skipped_nonfinite"] == 0
+
+
+def test_item_07_a_minibatch_without_signal_is_skipped_alone(setting):
+    state, metrics = setting.update(rewards_but(FIRST, 1.0))
+    expected, _ = setting.update(rewards_but(FIRST, np.nan))
+    assert_same(state, expected)
+    assert state.updates == 1
+    assert metrics["skipped_empty"] == 0.5
+    assert not np.array_equal(state.policy.head[...], setting.policy.head[...])
+
+
+def test_non_finite_gradients_are_skipped_and_counted(setting):
+    """In one minibatch: the other's update is what it would have been."""
+    poisoned = setting.old_logps.at[3, 0].set(jnp.nan)
+    state, metrics = setting.update(old_logps=poisoned)
+    assert metrics["skipped_nonfinite"] == 0.5
+    assert metrics["skipped_empty"] == 0
+    assert np.isfinite(metrics["grad_norm"])
+    expected, _ = setting.update(rewards_but(FIRST, np.nan))
+    assert_same(state, expected)
+
+
+def test_non_finite_gradients_everywhere_leave_every_bit(setting):
+    state, _ = setting.update()
+    poisoned = setting.old_logps.at[jnp.array([3, 20]), 0].set(jnp.nan)
+    after, metrics = setting.update(state=state, old_logps=poisoned)
+    assert_same(after, state)
+    assert metrics["skipped_nonfinite"] == 1
+    assert "grad_norm" not in metrics
+
+
+def changed(setting: Setting, policy: Any, rows: slice) -> float:
+    """1 - |experts before and after| / k over input tokens and layers, in NumPy."""
+    host = a_rollout()
+    valid = np.concatenate([host.prompt_mask, host.mask[:, 1:]], 1)
+    after = to_host(scorer(policy, setting.rollout, CONFIG)[1])
+    before = to_host(setting.old_experts)
+    fractions = [
+        1 - len(set(before[i, layer, t]) & set(after[i, layer, t])) / 2
+        for i in range(*rows.indices(B))
+        for layer in range(2)
+        for t in np.flatnonzero(valid[i])
+    ]
+    return float(np.mean(fractions))
+
+
+def test_item_37_expert_change(setting):
+    """Across exactly one update, and across all of a rollout."""
+    state, metrics = setting.update()
+    after_one, _ = setting.update(rewards_but(SECOND, np.nan))
+    one = changed(setting, after_one.policy, SECOND)
+    assert one > 0.005
+    np.testing.assert_allclose(metrics["expert_change_1"], one, rtol=1e-5)
+    every = changed(setting, state.policy, slice(0, CONFIG.micro_batch))
+    assert every > 0.005
+    np.testing.assert_allclose(metrics["expert_change_all"], every, rtol=1e-5)
+
+
+def test_item_37_metrics_of_the_rollout(setting):
+    rewards = rewards_but(slice(0, GROUP), 0.5)  # one constant group
+    rewards[GROUP : 2 * GROUP] = np.nan  # one without rewards
+    rewards[2 * GROUP] = np.nan
+    _, metrics = setting.update(rewards)
+    host = a_rollout()
+    wanted = {
+        "reward": np.nanmean(rewards),
+        "reward_missing": (GROUP + 1) / B,
+        "group_constant": 1 / (B / GROUP - 1),
+        "response_length": host.mask.sum(1).mean(),
+        "truncated": 1 - host.finished.mean(),
+        "sampler_gap": np.abs(to_host(setting.old_logps))[host.mask].mean(),  # sampler's are 0
+        "sampler_gap_max": np.abs(to_host(setting.old_logps))[host.mask].max(),
+        "slot_use": host.mask.sum() / host.iterations,
+    }
+    for name, value in wanted.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
+
+
+# --- The optimizer -------------------------------------------------------------------------------
+
+
+def first_changes(config: OptimizerConfig, grads: dict[str, jax.Array], count: int) -> list[dict]:
+    """The changes of the first updates of parameters that are 1."""
+    optimizer = step.make_optimizer(config)
+    params = jax.tree.map(jnp.ones_like, grads)
+    state, changes = optimizer.init(params), []
+    for _ in range(count):
+        change, state = optimizer.update(grads, state, params)
+        changes.append(to_host(change))
+    return changes
+
+
+def test_warm_up_begins_above_zero_and_ends_at_the_learning_rate():
+    config = OptimizerConfig(learning_rate=0.1, warmup=4)
+    changes = first_changes(config, {"head": jnp.full(3, 0.5)}, 6)
+    sizes = [-change["head"][0] for change in changes]
+    np.testing.assert_allclose(sizes, [0.025, 0.05, 0.075, 0.1, 0.1, 0.1], rtol=1e-4)
+
+
+def test_weight_decay_spares_norms():
+    config = OptimizerConfig(learning_rate=0.1, weight_decay=0.2)
+    (change,) = first_changes(config, {"head": jnp.zeros(3), "query_norm": jnp.zeros(3)}, 1)
+    np.testing.assert_allclose(change["head"], -0.02, rtol=1e-6)
+    np.testing.assert_array_equal(change["query_norm"], 0)
+
+
+# --- Supervised training -------------------------------------------------------------------------
+
+
+def test_the_supervised_loss_is_cross_entropy_and_decreases(setting):
+    from gspo_jax.cold_start import supervised_step
+
+    optimizer, r = adamw(OptimizerConfig(learning_rate=3e-3)), setting.rollout
+    supervised = jax.jit(
+        functools.partial(supervised_step, balance_coef=1e-3, optimizer=optimizer),
+        donate_argnums=0,
+    )
+    state = jax.tree.map(jnp.copy, begin(setting.policy, optimizer))
+    losses = []
+    for _ in range(12):
+        batch = r.prompts, r.prompt_mask, r.responses, r.mask
+        state, loss = supervised(state, batch)
+        losses.append(float(loss))
+    logps = np.concatenate(
+        [plain(setting, rows, perturbed(setting), [1, 0]).logps for rows in (FIRST, SECOND)]
+    )
+    np.testing.assert_allclose(losses[0], -logps[a_rollout().mask].mean(), rtol=1e-5)
+    assert losses[-1] < losses[0] - 0.5

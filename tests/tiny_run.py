@@ -1,0 +1,69 @@
+"""A run of seconds: 20 prompts, 8 a step, so that the third step crosses an epoch."""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    """Every second state is saved."""
+    return ConfigDict(
+        {
+            "seed": 0,
+            "steps": 4,
+            "init_from": "",
+            "shuffle_rewards": False,
+            "policy": {
+                "vocab_size": 136,
+                "hidden_size": 32,
+                "num_layers": 1,
+                "num_heads": 2,
+                "num_kv_heads": 2,
+                "head_dim": 16,
+                "num_experts": 4,
+                "experts_per_token": 2,
+                "expert_width": 16,
+                "max_positions": 64,
+            },
+            "mesh": {"fsdp": 1, "expert": 1, "tensor": 1},
+            "data": {
+                "tasks": {
+                    "chain_sum": {"max_terms": 2, "max_digits": 1},
+                    "spell_backward": {"max_word_len": 4},
+                },
+                "phrases": (
+                    "State the final answer to the following arithmetic problem: ",
+                    "Spell this word backward (example: sun -> nus): ",
+                ),
+                "cold_start": 10,
+                "train": 10,
+                "heldout": 4,
+                "dir": "",
+                "tokenizer": "ascii",
+            },
+            "cold_start": {"steps": 2, "batch": 8, "learning_rate": 1e-3, "warmup": 1},
+            "rollout": {
+                "prompts": 8,
+                "group_size": 4,
+                "prompt_length": 20,
+                "response_length": 12,
+                "slots": 16,
+                "temperature": 1.0,
+            },
+            "gspo": {
+                "clip_low": 3e-4,
+                "clip_high": 4e-4,
+                "minibatches": 2,
+                "micro_batch": 8,
+                "std_floor": 1e-4,
+                "balance_coef": 1e-3,
+                "logps_chunk": 0,
+            },
+            "optimizer": {
+                "learning_rate": 1e-2,
+                "warmup": 2,
+                "weight_decay": 0.0,
+                "max_grad_norm": 1.0,
+            },
+            "evaluation": {"every": 2, "samples": 8},
+            "checkpoint": {"every": 2, "keep": 2},
+        }
+    )
