@@ -22,6 +22,8 @@ def run(main: Callable[[Sequence[str]], None], *errors: type[Exception]) -> None
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     def guarded(argv: Sequence[str]) -> None:
+        if not any(argument.startswith(("--verbosity", "-v")) for argument in sys.argv):
+            logging.set_verbosity(logging.WARNING)  # absl's default is libraries' every step
         try:
             main(argv[1:])
         except KeyboardInterrupt:

@@ -357,9 +357,9 @@ def test_dense_and_sparse_layers_run_in_order(mesh, variant, sparse):
 
 
 @jax.jit
-@jax.grad
+@jax.value_and_grad
 def gradient(policy, inputs, cotangent, weights):
-    """Of weights[0] * sum(cotangent * output) + weights[1] * load-balancing loss."""
+    """With the value; of weights[0] * sum(cotangent * output) + weights[1] * balance loss."""
     tokens, positions, valid = inputs
     hidden, _, routed = policy(tokens, positions, valid, causal(valid.astype(jnp.int32)))
     output = (jnp.where(valid[..., None], hidden, 0) * cotangent).sum()
@@ -375,12 +375,12 @@ def test_gradient_reaches_every_router(mesh):
     """Through the output and, apart, through the load-balancing loss."""
     for weights in ([1.0, 0.0], [0.0, 1.0]):
         policy = tiny_policy(num_layers=2)
-        grads = gradient(policy, *gradient_arguments(mesh), jnp.array(weights))
+        _, grads = gradient(policy, *gradient_arguments(mesh), jnp.array(weights))
         router = grads.stacks[0].ffn.router[...]
         assert (np.abs(router).max((1, 2)) > 1e-4).all()
 
 
-def test_remat_and_unroll_change_no_gradient(mesh):
+def test_remat_and_unroll_change_neither_values_nor_gradients(mesh):
     arguments = (*gradient_arguments(mesh), jnp.ones(2))
     expected = gradient(tiny_policy(num_layers=2), *arguments)
     grads = gradient(tiny_policy(num_layers=2, remat=True, unroll=2), *arguments)

@@ -7,14 +7,16 @@ import shutil
 import signal
 import subprocess
 import sys
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
+from flax import nnx
 
 import gspo_jax.cold_start
+import gspo_jax.evaluate
 import gspo_jax.train
 from gspo_jax.checkpoint import Checkpoints
 from gspo_jax.cli import StopRequest
@@ -22,7 +24,8 @@ from gspo_jax.config import load
 from gspo_jax.evaluate import evaluate
 from gspo_jax.metrics import read_metrics
 from gspo_jax.model.huggingface import load_policy
-from gspo_jax.model.transformer import init_policy
+from gspo_jax.model.transformer import Policy, init_policy
+from gspo_jax.plots import plot_curves
 from gspo_jax.program import Program
 from gspo_jax.sharding import make_mesh
 from gspo_jax.step import init_state, make_optimizer, score
@@ -35,6 +38,7 @@ LIKE_FOLDER = (
     *("policy.num_layers=2", "policy.num_heads=4", "policy.head_dim=32"),
     *("policy.num_experts=8", "policy.expert_width=32"),
 )
+OPTIMIZER = functools.cache(make_optimizer)
 # One step without a cold start; a held-out problem gets as many responses as a training prompt, so
 # that one compiled sampler serves both.
 SHORT = ("steps=1", "cold_start.steps=0", "evaluation.every=0", "evaluation.samples=4")
@@ -65,25 +69,55 @@ def config(data_dir):
     return changed
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    """The runs of this module share their compiled programs."""
-    before = {name: getattr(jax.config, name) for name in ("jax_compilation_cache_dir",)}
-    compilation_cache.reset_cache()
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    yield
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+class Shared(Program):
+    """Compiled once for all the runs that call the same function on arguments of the same types."""
+
+    _programs: ClassVar[dict[Any, Any]] = {}
+
+    def __init__(self, function, donate=()):
+        super().__init__(function, donate)
+        self._function = function.func, tuple(function.keywords.items())
+
+    def __call__(self, *args):
+        leaves, structure = jax.tree.flatten(args)
+        key = *self._function, structure, *((x.shape, x.dtype, x.sharding) for x in leaves)
+        self._compiled = self._programs.get(key)
+        result = super().__call__(*args)
+        self._programs[key] = self._compiled
+        return result
+
+
+@functools.cache
+def initializer(config, seed, mesh):
+    return jax.jit(lambda: Policy(config, nnx.Rngs(seed)))
+
+
+class Counted(Shared):
+    """Notes the names of the functions it calls."""
+
+    calls: ClassVar[list[str]] = []
+
+    def __call__(self, *args):
+        self.calls.append(self._function[0].__name__)
+        return super().__call__(*args)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def varied_rewards():
+def cheap():
+    """Runs share their programs, draw no curves, and have a reward that always teaches."""
     with pytest.MonkeyPatch.context() as patch:
+        for module in (gspo_jax.train, gspo_jax.evaluate, gspo_jax.cold_start):
+            patch.setattr(module, "Program", Shared)
+            patch.setattr(module, "make_optimizer", OPTIMIZER)  # equal configs, equal functions
+        patch.setattr(
+            gspo_jax.cold_start,
+            "init_policy",
+            lambda config, seed: initializer(config, seed, jax.sharding.get_mesh())(),
+        )
+        patch.setattr(gspo_jax.train, "plot_curves", lambda workdir: None)
         patch.setattr(gspo_jax.train, "reasoning_gym_reward", variety)
         yield
+    Shared._programs.clear()
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +132,7 @@ def finished(config, tmp_path_factory, asked):
     workdir = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
         record_prompts(patch, asked)
+        patch.setattr(gspo_jax.train, "plot_curves", plot_curves)
         train(config(), workdir)
     return workdir
 
@@ -186,7 +221,7 @@ def test_samples_carry_their_rewards(finished):
     assert len(lines) == 2 * 4  # two groups
     for line in lines:
         assert line["reward"] == pytest.approx(variety([], [line["response"]])[0], abs=1e-6)
-        assert line["tokens"] >= len(line["response"]) and line["question"] and line["answer"]
+        assert 1 <= line["tokens"] <= 12 and line["question"] and line["answer"]
 
 
 SAMPLED = {"train": (0, 1, 2, 3), "heldout": (0, 2, 4)}
@@ -266,21 +301,12 @@ def test_a_stopped_run_ends_as_if_it_had_not_been(
     with monkeypatch.context() as patch, pytest.raises(Killed):
         kill(patch, where)
         train(config(), tmp_path)
-    calls, asked = [], []
-
-    class Counted(Program):
-        def __init__(self, function, donate=()):
-            super().__init__(function, donate)
-            self.name = function.func.__name__
-
-        def __call__(self, *args):
-            calls.append(self.name)
-            return super().__call__(*args)
-
-    monkeypatch.setattr(gspo_jax.train, "Program", Counted)
+    asked = []
     record_prompts(monkeypatch, asked)
+    monkeypatch.setattr(gspo_jax.train, "Program", Counted)
+    Counted.calls.clear()
     train(config(), tmp_path)
-    assert (calls.count("sample"), calls.count("update")) == (sampled, updated)
+    assert (Counted.calls.count("sample"), Counted.calls.count("update")) == (sampled, updated)
     assert [prompt.index for prompt in asked] == list(range(32 - 8 * updated, 32))
     same_run(tmp_path, finished, config())
 
@@ -428,6 +454,7 @@ def test_gradients_that_stay_non_finite_stop_the_run_with_an_intact_state(
 
 def test_a_cold_start_that_diverges_is_an_error(config, tmp_path, monkeypatch):
     loss = gspo_jax.cold_start.supervised_loss
+    monkeypatch.setattr(gspo_jax.cold_start, "Program", Program)
     monkeypatch.setattr(
         gspo_jax.cold_start,
         "supervised_loss",
