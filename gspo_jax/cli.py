@@ -26,8 +26,8 @@ def run(main: Callable[[Sequence[str]], None], *errors: type[Exception]) -> None
             logging.set_verbosity(logging.WARNING)  # absl's default is libraries' every step
         try:
             main(argv[1:])
-        except KeyboardInterrupt:
-            sys.exit("interrupted: what was saved is intact, and the same command goes on from it")
+        except KeyboardInterrupt as stop:
+            sys.exit(str(stop) or "interrupted: what was saved is intact, the same command goes on")
         except (ValueError, OSError, *errors) as error:
             logging.debug("raised here:", exc_info=True)
             sys.exit(f"error: {error}")

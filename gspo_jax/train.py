@@ -57,7 +57,7 @@ class Diverged(RuntimeError):
     """Gradients stay non-finite; the newest checkpoint is intact."""
 
 
-class Stopped(Exception):
+class Stopped(KeyboardInterrupt):
     """The run was asked to stop; its state is saved."""
 
 
@@ -303,4 +303,4 @@ def main(argv: Sequence[str]) -> None:
 if __name__ == "__main__":
     flags.DEFINE_string("config", None, "an ml_collections file", required=True)
     flags.DEFINE_string("workdir", None, "where the run lives; made if absent", required=True)
-    cli.run(main, Diverged, Stopped, CheckpointUnreadable)
+    cli.run(main, Diverged, CheckpointUnreadable)

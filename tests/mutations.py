@@ -116,6 +116,14 @@ MUTATIONS = [
     ),
     Mutation(
         "6",
+        "no mask",
+        GSPO,
+        "jnp.where(mask, logps, 0.0) - jnp.where(mask, old_logps, 0.0)",
+        "logps - old_logps",
+        "test_gspo.py::test_item_06_masked_positions_may_hold_anything",
+    ),
+    Mutation(
+        "6",
         "no bound on the log-ratio",
         GSPO,
         "jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))",

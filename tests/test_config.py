@@ -25,7 +25,7 @@ from gspo_jax.sharding import DATA, abstract_mesh
 from gspo_jax.step import init_state, make_optimizer, score, update
 
 CONFIGS = sorted(Path("configs").glob("*.py"))
-QUICKSTART = "configs/quickstart.py"
+TINY = "tests/tiny_run.py"
 SPLIT = ["--config.mesh.fsdp=2", "--config.mesh.expert=2", "--config.mesh.tensor=2"]
 
 
@@ -91,7 +91,7 @@ def test_the_whole_step_of_every_config_type_checks_without_devices(path, mesh):
 def refusal(*overrides):
     """The lines of the error."""
     with pytest.raises(ValueError, match="the config cannot be used") as error:
-        load(QUICKSTART, overrides)
+        load(TINY, overrides)
     return str(error.value).split("\n")[1:]
 
 
@@ -122,7 +122,7 @@ def refusal(*overrides):
         ("policy.norm_eps=0.0", "above 0"),
         ("optimizer.eps=0.0", "above 0"),
         ("optimizer.max_grad_norm=0.0", "above 0"),
-        ("policy.hidden_size=129 mesh.fsdp=2", "multiple of mesh.fsdp = 2; 128 or 130"),
+        ("policy.hidden_size=33 mesh.fsdp=2", "multiple of mesh.fsdp = 2; 32 or 34"),
         ("policy.vocab_size=201 mesh.tensor=2", "multiple of mesh.tensor = 2; 200 or 202"),
         ("policy.num_heads=6 mesh.tensor=4", "multiple of mesh.tensor = 4; 4 or 8"),
         ("policy.num_kv_heads=2 mesh.tensor=4", "multiple of mesh.tensor = 4; 4 would do"),
@@ -132,22 +132,22 @@ def refusal(*overrides):
         ("policy.num_experts=9 mesh.expert=2", "multiple of mesh.expert = 2; 8 or 10"),
         ("policy.expert_width=65 mesh.tensor=2", "multiple of mesh.tensor = 2; 64 or 66"),
         ("policy.expert_width=0", "at least 1"),
-        ("policy.experts_per_token=9", "[1, policy.num_experts = 8]"),
-        ("policy.experts_per_token=0", "[1, policy.num_experts = 8]"),
+        ("policy.experts_per_token=5", "[1, policy.num_experts = 4]"),
+        ("policy.experts_per_token=0", "[1, policy.num_experts = 4]"),
         ("policy.dense_width=0 policy.num_experts=0", "need it"),
         ("policy.dense_width=33 policy.num_experts=0 mesh.tensor=2", "multiple of mesh.tensor"),
-        ("policy.dense_layers=(0,3)", "layers are 0 to 2"),
+        ("policy.dense_layers=(0,1)", "layers are 0 to 0"),
         ("policy.compute_dtype='float16'", "'float32' or 'bfloat16'"),
         ("policy.grouped_matmul='dense'", "'auto', 'ragged' or 'padded'"),
         ("policy.unroll=0", "at least 1"),
-        ("rollout.prompts=6", "gspo.minibatches * mesh.fsdp * mesh.expert = 4; 4 or 8"),
+        ("rollout.prompts=7", "gspo.minibatches * mesh.fsdp * mesh.expert = 2; 6 or 8"),
         ("rollout.slots=63 mesh.expert=2", "mesh.fsdp * mesh.expert = 2; 62 or 64"),
         ("gspo.micro_batch=31 mesh.fsdp=2", "mesh.fsdp * mesh.expert = 2; 30 or 32"),
         ("cold_start.batch=63 mesh.fsdp=2", "mesh.fsdp * mesh.expert = 2; 62 or 64"),
-        ("gspo.micro_batch=24", "divide the 32 sequences of a minibatch"),
+        ("gspo.micro_batch=12", "divide the 16 sequences of a minibatch"),
         ("rollout.group_size=1", "take 2 or more"),
         ("rollout.prompt_length=1", "at least 2"),
-        ("rollout.prompt_length=500", "exceeds the context, policy.max_positions=512; shorten"),
+        ("rollout.prompt_length=60", "exceeds the context, policy.max_positions=64; shorten"),
         ("rollout.temperature=0.0", "above 0"),
         ("gspo.clip_low=-0.0003", "give distances from 1"),
         ("gspo.clip_low=1.0", "give distances from 1"),
@@ -200,7 +200,7 @@ def test_unknown_keys_and_wrong_types_are_refused(override, message):
 
 
 def test_a_missing_key_is_named_with_its_type():
-    values = to_dict(load(QUICKSTART))
+    values = to_dict(load(TINY))
     del values["gspo"]["clip_low"]
     with pytest.raises(ValueError, match=r"gspo\.clip_low: missing; add it \(float\)"):
         from_config_dict(values)
@@ -230,7 +230,7 @@ def test_several_problems_are_reported_at_once(overrides, keys):
 def test_what_is_probably_a_mistake_warns(override, message):
     """Item 43."""
     with pytest.warns(UserWarning, match=message):
-        load(QUICKSTART, [f"--config.{override}"])
+        load(TINY, [f"--config.{override}"])
 
 
 @pytest.mark.filterwarnings("error")
@@ -241,9 +241,9 @@ def test_configs_come_without_warnings_and_survive_json(path):
 
 
 def test_differences_name_every_changed_key():
-    old, new = to_dict(load(QUICKSTART)), to_dict(load(QUICKSTART, ["--config.gspo.micro_batch=8"]))
+    old, new = to_dict(load(TINY)), to_dict(load(TINY, ["--config.gspo.micro_batch=4"]))
     new["extra"] = 1
-    assert differences(old, new) == ["extra: None -> 1", "gspo.micro_batch: 32 -> 8"]
+    assert differences(old, new) == ["extra: None -> 1", "gspo.micro_batch: 8 -> 4"]
     assert differences(old, old) == []
 
 
@@ -261,7 +261,7 @@ def test_overrides_have_the_types_of_their_notation():
         "--config.data.tasks.gcd.min_numbers=2",
         "-config.policy.remat=true",
     ]
-    config = load(QUICKSTART, overrides)
+    config = load(TINY, overrides)
     assert (config.steps, config.gspo.clip_low, config.optimizer.weight_decay) == (7, 1e-4, 1.0)
     assert config.shuffle_rewards and config.policy.remat
     assert (config.init_from, config.policy.dense_width) == ("some/folder", 64)
@@ -271,12 +271,12 @@ def test_overrides_have_the_types_of_their_notation():
 @pytest.mark.parametrize("argument", ["7", "--steps=7", "--config.=7", "config.steps=7"])
 def test_arguments_that_are_no_overrides_are_refused(argument):
     with pytest.raises(ValueError, match="unknown argument; values are given as --config.key"):
-        load(QUICKSTART, [argument])
+        load(TINY, [argument])
 
 
 def test_an_override_below_a_value_is_refused():
     with pytest.raises(ValueError, match=r"--config.steps.foo=3: steps is a value"):
-        load(QUICKSTART, ["--config.steps.foo=3"])
+        load(TINY, ["--config.steps.foo=3"])
 
 
 def test_a_config_file_that_is_none_is_refused(tmp_path):
@@ -304,7 +304,7 @@ def command(*arguments):
 def test_the_command_reports_all_wrong_overrides_in_one_block(tmp_path):
     workdir = tmp_path / "run"
     output, status = command(
-        f"--config={QUICKSTART}", f"--workdir={workdir}", "--config.polcy=1", "--config.steps=x"
+        f"--config={TINY}", f"--workdir={workdir}", "--config.polcy=1", "--config.steps=x"
     )
     assert status == 1
     assert output == (
@@ -317,7 +317,7 @@ def test_the_command_reports_all_wrong_overrides_in_one_block(tmp_path):
 
 def test_the_command_shows_warnings_and_errors_of_the_run_without_a_traceback(tmp_path):
     output, status = command(
-        f"--config={QUICKSTART}",
+        f"--config={TINY}",
         f"--workdir={tmp_path}",
         "--config.gspo.clip_low=0.2",
         "--config.mesh.fsdp=2",
