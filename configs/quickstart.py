@@ -1,4 +1,4 @@
-"""A 1 M-parameter Qwen3-MoE learns two reasoning-gym tasks by GSPO.
+"""A 0.8 M-parameter Qwen3-MoE learns two reasoning-gym tasks by GSPO.
 
 Command:   python -m gspo_jax.train --config=configs/quickstart.py --workdir=runs/quickstart
 Hardware:  2 CPU cores, 3 GiB
