@@ -26,7 +26,7 @@ def plot_curves(workdir: str | Path) -> Path:
     lines = read_metrics(workdir / "metrics.jsonl")
     panels: list[tuple[str, str, Callable[[Axes, Lines], None]]] = [
         ("Reward", "mean per response", _series(reward="")),
-        ("Held-out score", "avg@8", _heldout),
+        ("Held-out score", "share with full marks", _heldout),
         ("Clipped sequences", "fraction", _series(clip_low="below", clip_high="above")),
         ("Sequence ratio", "π/π_old, length-normalised", _ratio),
         ("Response length", "tokens", _series(response_length="")),
@@ -91,8 +91,8 @@ def _series(**labels: str) -> Callable[[Axes, Lines], None]:
 
 def _heldout(axes: Axes, lines: Lines) -> None:
     keys = {key for line in lines for key in line if key.startswith(_HELDOUT)}
-    for key in sorted(key for key in keys if key.endswith("/avg8")):
-        _curve(axes, lines, key, None, key.removeprefix(_HELDOUT).removesuffix("/avg8"))
+    for key in sorted(key for key in keys if key.rpartition("/")[2].startswith("avg")):
+        _curve(axes, lines, key, None, key.removeprefix(_HELDOUT))
     if axes.has_data():
         axes.set_ylim(0, 1)
 

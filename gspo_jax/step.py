@@ -86,7 +86,7 @@ def apply_gradients(
 
     An update on zeros would still move the moments, one on NaN would destroy the policy.
     """
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm)
     change, opt_state = optimizer.update(grads, state.opt_state, state.policy)
     new = TrainState(optax.apply_updates(state.policy, change), opt_state, state.updates + 1)

@@ -199,12 +199,12 @@ def test_items_16_17_18_the_first_end_id_is_kept_and_what_follows_is_padding():
     assert endless.mask.all() and not endless.finished.any()
     ends = first_ends(endless, ENDS)
     expected = np.arange(R) <= ends[:, None]
-    assert len(set(r.responses[r.finished, ends[ends < R]])) > 2  # several ids of the set
-    assert (ends[ends < R] + 1 < R).any() and not r.finished.all()
     np.testing.assert_array_equal(r.mask, expected)
     np.testing.assert_array_equal(r.responses, np.where(expected, endless.responses, PAD))
     np.testing.assert_array_equal(r.finished, ends < R)
     assert not r.logps[~r.mask].any()
+    assert len(set(r.responses[r.finished, ends[r.finished]])) > 2  # several ids of the set
+    assert (ends + 1 < R).any() and not r.finished.all()
 
 
 def test_item_16_an_end_id_is_trained_even_where_it_is_the_pad(mesh):

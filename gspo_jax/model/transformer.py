@@ -69,7 +69,7 @@ class PolicyConfig:
 
     @property
     def residual_terms(self) -> int:
-        """What the residual stream adds up: initial outputs are scaled so that it keeps its size."""
+        """Outputs that the residual stream adds up, and by which they are scaled at first."""
         return 2 * self.num_layers
 
     @property
