@@ -3,7 +3,7 @@
 UV := .uv/bin/uv
 PYTHON := .venv/bin/python
 WORKDIR ?= runs/quickstart
-SEED ?= 0
+SEED ?= 1
 
 .PHONY: quickstart control test test-slow lint lock clean
 
