@@ -194,12 +194,12 @@ class Cut(NamedTuple):
 
 CUTS = {
     "one device": Cut(),
-    "fsdp 8, remat": Cut(shape=(8, 1, 1), policy=(("remat", True),)),
+    "fsdp 8": Cut(shape=(8, 1, 1)),
     "expert 8, micro-batches of 16, chunks of 3": Cut(shape=(1, 8, 1), micro_batch=16, chunk=3),
-    "fsdp 2, expert 2, tensor 2, unrolled": Cut(shape=(2, 2, 2), policy=(("unroll", 2),)),
-    "micro-batches of 2, remat, chunks of 5": Cut(
-        micro_batch=2, chunk=5, policy=(("remat", True),)
+    "fsdp 2, expert 2, tensor 2, remat, unrolled": Cut(
+        shape=(2, 2, 2), policy=(("remat", True), ("unroll", 2))
     ),
+    "micro-batches of 2, chunks of 5": Cut(micro_batch=2, chunk=5),
     "pads, micro-batches of 16": Cut(pads=(20, 8), micro_batch=16),
 }
 OTHER_POLICIES = {
