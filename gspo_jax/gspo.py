@@ -78,6 +78,11 @@ def log_sequence_ratio(
     return log_ratio.sum(-1) / jnp.maximum(mask.sum(-1), 1)
 
 
+def bounded_ratio(log_ratio: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """exp(log_ratio), kept finite; beyond exp(±MAX_LOG_RATIO) it is constant, without gradient."""
+    return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
 def clipped_objective(
     log_ratio: Float[Array, "*shape"], advantages: Float[Array, "*shape"], clip: ClipRange
 ) -> tuple[Float[Array, "*shape"], Bool[Array, "*shape"], Bool[Array, "*shape"]]:
@@ -88,7 +93,7 @@ def clipped_objective(
       from above (s > 1 + high, A > 0). A ratio outside the band with the other sign of A keeps
       its gradient: the policy moved against the advantage and is to come back.
     """
-    ratio = jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    ratio = bounded_ratio(log_ratio)
     clipped = jnp.clip(ratio, 1.0 - clip.low, 1.0 + clip.high)
     objective = jnp.minimum(ratio * advantages, clipped * advantages)
     too_low = (ratio < 1.0 - clip.low) & (advantages < 0)
@@ -119,4 +124,8 @@ def gspo(
     log_ratio = log_sequence_ratio(logps, jax.lax.stop_gradient(old_logps), mask)
     objective, too_low, too_high = clipped_objective(log_ratio, advantages, clip)
     objective = jnp.where(mask.any(-1), objective, 0.0)
-    return objective, {"ratio": jnp.exp(log_ratio), "clip_low": too_low, "clip_high": too_high}
+    return objective, {
+        "ratio": bounded_ratio(log_ratio),
+        "clip_low": too_low,
+        "clip_high": too_high,
+    }

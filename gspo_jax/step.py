@@ -267,17 +267,18 @@ def update(
     """
     batches = make_batch(rollout, old_logps, old_experts, config)
 
-    def one(state, numbered):
-        number, minibatch = numbered
+    before = state.updates
+
+    def one(state, minibatch):
         grads, metrics, changed = minibatch_gradients(state.policy, minibatch, config)
-        if changed is not None:  # the second minibatch sees the policy after exactly one update
-            metrics.sums["expert_change_1"] = jax.tree.map(lambda x: x * (number == 1), changed)
+        if changed is not None:
+            once = state.updates == before + 1  # one update, skipped ones not counted
+            metrics.sums["expert_change_1"] = jax.tree.map(lambda x: x * once, changed)
         signal = (minibatch.advantages != 0) & minibatch.trained.any(-1)
         state, applied = apply_gradients(state, grads, optimizer, signal.any())
         return state, merge(metrics, applied)
 
-    numbers = jnp.arange(config.minibatches)
-    state, stacked = jax.lax.scan(one, state, (numbers, batches))
+    state, stacked = jax.lax.scan(one, state, batches)
     metrics = merge(reduce(stacked), _rollout_metrics(rollout, old_logps, batches))
     if old_experts is not None:
         first: _Batch = jax.tree.map(lambda x: x[0, 0], batches)

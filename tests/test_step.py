@@ -655,3 +655,8 @@ def test_the_supervised_loss_is_cross_entropy_and_decreases(setting):
     )
     np.testing.assert_allclose(losses[0], -logps[a_rollout().mask].mean(), rtol=1e-5)
     assert losses[-1] < losses[0] - 0.5
+
+
+def test_a_skipped_update_is_not_the_one_that_expert_change_is_measured_across(setting):
+    _, metrics = setting.update(rewards_but(FIRST, np.nan))  # of two: the second sees no update
+    assert "expert_change_1" not in metrics
