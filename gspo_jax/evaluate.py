@@ -26,7 +26,7 @@ from gspo_jax.model.transformer import Policy, init_policy
 from gspo_jax.program import Program
 from gspo_jax.rewards.text import judge, reasoning_gym_reward, solved
 from gspo_jax.rollout import SamplingConfig, sample
-from gspo_jax.sharding import make_mesh, round_robin, to_devices, to_host
+from gspo_jax.sharding import data_shards, make_mesh, round_robin, to_devices, to_host
 from gspo_jax.step import init_state, make_optimizer
 from gspo_jax.workdir import claim, read_json, write_lines
 
@@ -45,8 +45,7 @@ def place_prompts(
     prompts: Sequence[Prompt], width: int, pad_id: int, mesh: jax.sharding.Mesh
 ) -> Prompts:
     """Pads prompts on the left and lays them over the data shards; groups number them."""
-    shards = mesh.shape["fsdp"] * mesh.shape["expert"]
-    order = round_robin(len(prompts), shards)
+    order = round_robin(len(prompts), data_shards(mesh))
     tokens, mask = left_pad([prompts[i].tokens.tolist() for i in order], width, pad_id)
     return Prompts(*to_devices((tokens, mask, order.astype(np.int32)), mesh))
 

@@ -89,6 +89,11 @@ def token_logps(
     return jax.tree.map(join, parts)
 
 
+def input_mask(prompt_mask: Bool[Array, "B P"], mask: Bool[Array, "B R"]) -> Bool[Array, "B S"]:
+    """Which of the P + R - 1 inputs are tokens: all but the last token of a response."""
+    return jnp.concatenate([prompt_mask, mask[:, 1:]], 1)
+
+
 def response_logps(
     policy: Policy,
     prompts: Int[Array, "B P"],
@@ -108,7 +113,7 @@ def response_logps(
     The last token of a response predicts nothing and is no input, here as in the sampler.
     """
     tokens = jnp.concatenate([prompts, responses[:, :-1]], 1)
-    valid = jnp.concatenate([prompt_mask, mask[:, 1:]], 1)
+    valid = input_mask(prompt_mask, mask)
     positions = jnp.maximum(jnp.cumsum(valid, 1) - 1, 0)
     hidden, _, routed = policy(tokens, positions, valid, causal(valid.astype(jnp.int32)))
     hidden = hidden[:, prompts.shape[1] - 1 :]

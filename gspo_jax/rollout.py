@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as Spec
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
 from gspo_jax.model import attention
 from gspo_jax.model.transformer import Policy
@@ -69,6 +69,11 @@ class _Loop(NamedTuple):
     experts: Int[Array, "Z n R Ls k"] | None
 
 
+def _take(rows: Shaped[Array, "Z n *rest"], index: Int[Array, "Z slots"]) -> Array:
+    """Of each shard its own rows, [Z, slots, *rest]."""
+    return jax.vmap(lambda row, i: row[i])(rows, index)
+
+
 def compute_copy(policy: Policy) -> Policy:
     """The policy in its compute dtype, cast once and not once a token; norms and routers stay."""
     dtype = policy.config.dtype
@@ -117,15 +122,14 @@ def decode_attention(
     entry = time % length
     age = (entry - jnp.arange(length)) % length
     live = age[None, None] <= position[..., None]
-    rows = jax.vmap(lambda row, index: row[index])
-    visible = jnp.concatenate([rows(prompt_mask, prompt), live], -1)[:, :, None, None, None]
+    visible = jnp.concatenate([_take(prompt_mask, prompt), live], -1)[:, :, None, None, None]
 
     def attend(q, k, v, cache, layer):
         # What a broken response leaves behind must not reach the slot's next one as 0 * NaN.
         new = (jnp.where(jnp.isfinite(x), x, 0) for x in (k, v))
         cache = tuple(c.at[layer, :, :, :, entry].set(x) for c, x in zip(cache, new, strict=True))
         parts = [
-            (rows(p[layer], prompt), c[layer]) for p, c in zip(prompt_cache, cache, strict=True)
+            (_take(p[layer], prompt), c[layer]) for p, c in zip(prompt_cache, cache, strict=True)
         ]
         (prompt_keys, keys), (prompt_values, values) = parts
         scores = [jax.vmap(attention.grouped_scores)(q[:, :, None], x) for x in (prompt_keys, keys)]
@@ -226,7 +230,6 @@ def sample(
     context_mask = to_shards(prompt_mask[:, :-1])
     prompt_lengths = to_shards(prompt_mask.sum(1))
     last_token = to_shards(prompts[:, -1])
-    take = jax.vmap(lambda row, index: row[index])
     offsets = jnp.tile(jnp.arange(c.group_size), per_shard)[None]
     response_ids = per_response(groups) * c.group_size + offsets
     ends = jnp.array(c.end_ids, jnp.int32)
@@ -241,10 +244,10 @@ def sample(
         live = s.response < n
         prompt = start(s.response)
         attend = decode_attention(prompt_cache, context_mask, prompt, s.position, s.time, length)
-        rotary = take(prompt_lengths, prompt) - 1 + s.position
+        rotary = _take(prompt_lengths, prompt) - 1 + s.position
         hidden, cache, routed = policy(s.token, rotary, live, attend, s.cache)
         logits = jax.sharding.reshard(policy.logits(hidden), Spec(DATA))
-        ids = take(response_ids, jnp.minimum(s.response, n - 1))
+        ids = _take(response_ids, jnp.minimum(s.response, n - 1))
         token, logp = draw(logits, key, ids, s.position, c)
         ended = (token[..., None] == ends[None, None]).any(-1)
         done = live & (ended | (s.position == length - 1))
@@ -266,7 +269,7 @@ def sample(
             queue=s.queue + done.sum(1),
             response=response,
             position=jnp.where(done, 0, s.position + live),
-            token=jnp.where(done, take(last_token, start(response)), token),
+            token=jnp.where(done, _take(last_token, start(response)), token),
             cache=cache,
             responses=write(s.responses, token),
             logps=write(s.logps, logp),
@@ -286,7 +289,7 @@ def sample(
             queue=full((), slots, jnp.int32),
             response=first,
             position=full((slots,), 0, jnp.int32),
-            token=take(last_token, start(first)),
+            token=_take(last_token, start(first)),
             cache=_empty_cache(policy, (shards, slots), length),
             responses=full((n, length), c.pad_id, jnp.int32),
             logps=full((n, length), 0.0, jnp.float32),

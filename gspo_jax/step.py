@@ -16,7 +16,7 @@ from jax.sharding import reshard
 from jaxtyping import Array, Float, Int
 
 from gspo_jax.gspo import ClipRange, group_advantages, gspo
-from gspo_jax.logps import Scored, response_logps
+from gspo_jax.logps import Scored, input_mask, response_logps
 from gspo_jax.metrics import Metrics, highest, lowest, merge, reduce, weighted
 from gspo_jax.model.moe import expert_counts
 from gspo_jax.model.transformer import Policy
@@ -166,10 +166,6 @@ def _expert_change(new: Array, old: Array, valid: Array) -> tuple[Array, Array]:
     return weighted(1.0 - shared, jnp.broadcast_to(valid[:, None], shared.shape))
 
 
-def _inputs(batch: _Batch) -> Array:
-    return jnp.concatenate([batch.prompt_mask, batch.mask[:, 1:]], 1)
-
-
 def loss(
     policy: Policy, batch: _Batch, weight: Float[Array, ""], config: UpdateConfig
 ) -> tuple[Float[Array, ""], tuple[Metrics, Array | None]]:
@@ -220,7 +216,9 @@ def minibatch_gradients(
         grads, (metrics, experts) = gradients(policy, micro, weight, config)
         changed = None
         if experts is not None:
-            changed = _expert_change(experts, micro.old_experts, _inputs(micro))
+            changed = _expert_change(
+                experts, micro.old_experts, input_mask(micro.prompt_mask, micro.mask)
+            )
         return jax.tree.map(jnp.add, total, grads), (metrics, changed)
 
     zeros = jax.tree.map(jnp.zeros_like, policy)
@@ -283,7 +281,9 @@ def update(
     if old_experts is not None:
         first: _Batch = jax.tree.map(lambda x: x[0, 0], batches)
         experts = _expert_ids(state.policy, _score_micro(state.policy, first, config))
-        changed = _expert_change(experts, first.old_experts, _inputs(first))
+        changed = _expert_change(
+            experts, first.old_experts, input_mask(first.prompt_mask, first.mask)
+        )
         metrics.sums["expert_change_all"] = changed
         metrics.sums |= _load_metrics(state.policy, rollout, old_experts)
     return state, metrics
@@ -291,7 +291,7 @@ def update(
 
 def _load_metrics(policy: Policy, rollout: Rollout, experts: Array) -> dict[str, Any]:
     """The busiest expert's share of a layer's choices times E (1: balanced), and unused experts."""
-    valid = jnp.concatenate([rollout.prompt_mask, rollout.mask[:, 1:]], 1)[:, None]
+    valid = input_mask(rollout.prompt_mask, rollout.mask)[:, None]
     counts = expert_counts(
         experts, jnp.broadcast_to(valid, experts.shape[:-1]), policy.config.num_experts
     ).sum(0)
