@@ -14,6 +14,7 @@ def get_config() -> ConfigDict:
     c = ConfigDict()
     c.seed = 1  # of weights, data and sampling
     c.steps = 80  # rollouts, each followed by its updates
+    c.fused_steps = 0  # 0: a checkpoint between rollout and update; n: n steps in one program
     c.init_from = ""  # a Hugging Face Qwen3-MoE folder to start from; "": random weights
     c.shuffle_rewards = False  # the control: rewards permuted over the batch teach nothing
 
@@ -66,11 +67,19 @@ def get_config() -> ConfigDict:
     c.rollout.slots = 64  # responses decoded at once
     c.rollout.temperature = 1.0
 
+    c.reward = ConfigDict()  # functions as "package.module:function"
+    c.reward.text = "gspo_jax.rewards.text:reasoning_gym_reward"  # of problems and texts
+    c.reward.tokens = (
+        ""  # in training instead, on the devices: gspo_jax.rewards.tokens:exact_answer
+    )
+    c.reward.workers = 1  # processes that judge texts; 0: this one, without a time limit
+    c.reward.timeout = 10.0  # seconds for a text, then its reward is missing
+
     c.gspo = ConfigDict()
     c.gspo.clip_low = 3e-4  # the paper's
     c.gspo.clip_high = 4e-4
     c.gspo.minibatches = 4  # updates a rollout
-    c.gspo.micro_batch = 32  # sequences in one forward and backward pass
+    c.gspo.micro_batch = 8  # rows of response_length tokens in one forward and backward pass
     c.gspo.std_floor = 0.02  # groups whose rewards deviate less have advantage 0
     c.gspo.balance_coef = 1e-3  # load-balancing loss of the experts
     c.gspo.logps_chunk = 0  # response positions whose logits exist at once; 0: all

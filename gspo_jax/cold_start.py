@@ -16,6 +16,7 @@ from gspo_jax.data.prompts import WorkedBatch, WorkedSet
 from gspo_jax.data.sources import Sources
 from gspo_jax.logps import response_logps
 from gspo_jax.model import huggingface
+from gspo_jax.model.moe import balance_loss
 from gspo_jax.model.transformer import Policy, init_policy
 from gspo_jax.program import Program
 from gspo_jax.sharding import to_devices
@@ -32,10 +33,10 @@ def supervised_loss(
     policy: Policy, batch: WorkedBatch, balance_coef: float
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """(Mean negative log-probability of response tokens + load-balancing loss, the former)."""
-    scored = response_logps(policy, *batch)
+    scored, load = response_logps(policy, *batch)
     mask = batch.response_mask
     loss = -jnp.where(mask, scored.logps, 0.0).sum() / jnp.maximum(mask.sum(), 1)
-    balance = 0.0 if scored.routed is None else scored.routed.balance.mean()
+    balance = 0.0 if load is None else balance_loss(load).mean()
     return loss + balance_coef * balance, loss
 
 

@@ -85,6 +85,16 @@ class GSPOConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class RewardConfig:
+    """How good a response is; functions are named "package.module:function"."""
+
+    text: str  # of problems and texts: held-out responses, and training's unless `tokens` is given
+    tokens: str  # of the tokenizer, gives a JAX function of tokens for training; "": none
+    workers: int  # processes that judge texts; 0: the trainer's own, without a time limit
+    timeout: float  # seconds for one text
+
+
+@dataclasses.dataclass(frozen=True)
 class ColdStartConfig:
     """Supervised training on worked solutions before the first rollout."""
 
@@ -116,6 +126,7 @@ class TrainConfig:
 
     seed: int
     steps: int
+    fused_steps: int
     init_from: str
     shuffle_rewards: bool
     policy: PolicyConfig
@@ -123,6 +134,7 @@ class TrainConfig:
     data: DataConfig
     cold_start: ColdStartConfig
     rollout: RolloutConfig
+    reward: RewardConfig
     gspo: GSPOConfig
     optimizer: OptimizerConfig
     evaluation: EvaluationConfig
@@ -136,6 +148,7 @@ class TrainConfig:
             clip=ClipRange(g.clip_low, g.clip_high),
             minibatches=g.minibatches,
             micro_batch=g.micro_batch,
+            group_size=self.rollout.group_size,
             std_floor=g.std_floor,
             balance_coef=g.balance_coef,
             temperature=self.rollout.temperature,
@@ -290,8 +303,10 @@ def _impossible(c: TrainConfig) -> Iterator[str]:
         "gspo": (g, "std_floor balance_coef logps_chunk"),
         "optimizer": (o, "learning_rate warmup weight_decay"),
         "evaluation": (c.evaluation, "every"),
+        "reward": (c.reward, "workers"),
     }
     above_zero = {
+        "reward": (c.reward, "timeout"),
         "policy": (p, "rope_theta norm_eps"),
         "optimizer": (o, "eps max_grad_norm"),
     }
@@ -301,7 +316,8 @@ def _impossible(c: TrainConfig) -> Iterator[str]:
             for key in keys.split():
                 yield f"{section}.{key}", getattr(part, key)
 
-    for key, value in [("steps", c.steps), *table(not_negative)]:
+    whole = [("steps", c.steps), ("fused_steps", c.fused_steps), *table(not_negative)]
+    for key, value in whole:
         if value < 0:
             yield f"{key}={value}: must not be negative; 0 is the least"
     for key, value in table(above_zero):
@@ -378,6 +394,19 @@ def _impossible(c: TrainConfig) -> Iterator[str]:
                 f"gspo.{key}={getattr(g, key)}: the band is [1 - clip_low, 1 + clip_high], "
                 "an inverted or negative one clips everything; give distances from 1, such as 3e-4"
             )
+    if c.fused_steps:
+        periods = {
+            "steps": c.steps,
+            "checkpoint.every": c.checkpoint.every,
+            "evaluation.every": c.evaluation.every,
+        }
+        for key, value in periods.items():
+            yield from divides(key, value, "fused_steps", c.fused_steps)
+    if c.reward.tokens and c.shuffle_rewards:
+        yield (
+            "shuffle_rewards=True: permutes rewards on the host, and reward.tokens is not computed "
+            "there; set reward.tokens to ''"
+        )
     for key in ("b1", "b2"):
         if not 0 <= getattr(o, key) < 1:
             yield f"optimizer.{key}={getattr(o, key)}: must lie in [0, 1)"

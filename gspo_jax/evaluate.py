@@ -8,25 +8,33 @@ shares of responses with full marks, pass@k that of problems with at least one.
 
 import functools
 from collections.abc import Sequence
-from numbers import Real
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from absl import flags
+from jaxtyping import Bool, Int32
 
 from gspo_jax import cli
 from gspo_jax.checkpoint import Checkpoints, CheckpointUnreadable
 from gspo_jax.config import TrainConfig, from_config_dict
 from gspo_jax.data.prompts import Prompt, left_pad
-from gspo_jax.data.reasoning import Problem
 from gspo_jax.data.sources import Sources, open_sources
 from gspo_jax.model.transformer import Policy, init_policy
 from gspo_jax.program import Program
-from gspo_jax.rewards.text import judge, reasoning_gym_reward, solved
+from gspo_jax.reward import decode, open_judge, sample_line
+from gspo_jax.rewards.pool import Judge, RewardFailed
+from gspo_jax.rewards.text import solved
 from gspo_jax.rollout import SamplingConfig, sample
-from gspo_jax.sharding import data_shards, make_mesh, round_robin, to_devices, to_host
+from gspo_jax.sharding import (
+    data_shards,
+    make_mesh,
+    round_robin,
+    sum_over_processes,
+    to_devices,
+    to_rows,
+)
 from gspo_jax.step import init_state, make_optimizer
 from gspo_jax.workdir import claim, read_json, write_lines
 
@@ -34,20 +42,18 @@ Scores = dict[str, dict[str, float]]  # task -> greedy, avg<k>, pass<k>
 
 
 class Prompts(NamedTuple):
-    """A batch of prompts where `sample` wants it."""
+    """A batch of prompts in the order in which the data shards hold them, on the host."""
 
-    tokens: jax.Array
-    mask: jax.Array
-    groups: jax.Array
+    tokens: Int32[np.ndarray, "Q P"]
+    mask: Bool[np.ndarray, "Q P"]
+    groups: Int32[np.ndarray, " Q"]
 
 
-def place_prompts(
-    prompts: Sequence[Prompt], width: int, pad_id: int, mesh: jax.sharding.Mesh
-) -> Prompts:
-    """Pads prompts on the left and lays them over the data shards; groups number them."""
-    order = round_robin(len(prompts), data_shards(mesh))
+def lay_prompts(prompts: Sequence[Prompt], width: int, pad_id: int, shards: int) -> Prompts:
+    """Pads prompts on the left and deals them out to the data shards; groups number them."""
+    order = round_robin(len(prompts), shards)
     tokens, mask = left_pad([prompts[i].tokens.tolist() for i in order], width, pad_id)
-    return Prompts(*to_devices((tokens, mask, order.astype(np.int32)), mesh))
+    return Prompts(tokens, mask, order.astype(np.int32))
 
 
 def sampling_config(config: TrainConfig, sources: Sources, **changes: object) -> SamplingConfig:
@@ -70,10 +76,14 @@ class Evaluator:
       config: of the run.
       sources: its data.
       mesh: current.
+      judge: of response texts.
     """
 
-    def __init__(self, config: TrainConfig, sources: Sources, mesh: jax.sharding.Mesh):
+    def __init__(
+        self, config: TrainConfig, sources: Sources, mesh: jax.sharding.Mesh, judge: Judge
+    ):
         self._config, self._sources, self._mesh = config, sources, mesh
+        self._judge = judge
         self._k = config.evaluation.samples
         ways = {"greedy": (1, 0.0), "sampled": (self._k, 1.0)}
         self._samplers = {
@@ -107,37 +117,28 @@ class Evaluator:
         return scores
 
     def _responses(self, policy: Policy, task: str, way: str, lines: list[dict]) -> np.ndarray:
-        """[problems, samples]: whether each response has full marks."""
+        """[problems, samples]: 1 where a response has full marks, 0 elsewhere."""
         prompts = self._sources.heldout[task]
         tokenizer, batch = self._sources.tokenizer, self._config.rollout.prompts
         results = []
         for start in range(0, len(prompts), batch):
             # The last batch is filled up with problems of the next epoch, which are not counted.
             chosen = [prompts[i] for i in range(start, start + batch)]
-            width = self._config.rollout.prompt_length
-            placed = place_prompts(chosen, width, tokenizer.pad_id, self._mesh)
+            width, shards = self._config.rollout.prompt_length, data_shards(self._mesh)
+            placed = to_devices(lay_prompts(chosen, width, tokenizer.pad_id, shards), self._mesh)
             key = jax.random.fold_in(jax.random.key(self._config.seed), start)
-            rollout = to_host(self._samplers[way](policy, *placed, key))
-            problems = [chosen[group].problem for group in rollout.groups]
-            texts, rewards = judge(
-                reasoning_gym_reward, tokenizer, problems, rollout.responses, rollout.mask
-            )
-            order = np.argsort(rollout.groups, kind="stable")
-            results.append(solved(rewards)[order].reshape(batch, -1))
-            real = order[: (len(prompts) - start) * results[-1].shape[1]]
+            rows = to_rows(self._samplers[way](policy, *placed, key))
+            problems = [chosen[group].problem for group in rows.groups]
+            texts = decode(tokenizer, rows.responses, rows.mask)
+            rewards = self._judge.submit(problems, texts).result()
+            order = np.argsort(rows.groups, kind="stable")
+            found = np.zeros((batch, self._k if way == "sampled" else 1))
+            mine = np.unique(rows.groups)  # other processes have the other problems
+            found[mine] = solved(rewards)[order].reshape(len(mine), -1)
+            results.append(sum_over_processes(found))
+            real = [i for i in order if rows.groups[i] < len(prompts) - start]
             lines += [sample_line(problems[i], texts[i], rewards[i]) | {"way": way} for i in real]
         return np.concatenate(results)[: len(prompts)]
-
-
-def sample_line(problem: Problem, text: str, reward: Real) -> dict[str, Any]:
-    """A response as samples/*.jsonl show it; a missing reward is null."""
-    return {
-        "task": problem.task,
-        "question": problem.question,
-        "response": text,
-        "answer": problem.answer,
-        "reward": None if np.isnan(reward) else round(float(reward), 6),
-    }
 
 
 def table(columns: dict[str, Scores]) -> str:
@@ -178,7 +179,8 @@ def evaluate(workdir: Path, step: int | None = None) -> tuple[Scores, int]:
                 raise FileNotFoundError(f"--step={step}: {error}; the newest is {newest}") from None
         sources = open_sources(config, described["data"])
         log = workdir / "samples" / f"heldout_{step:06d}.jsonl"
-        return Evaluator(config, sources, mesh)(state.policy, log), step
+        with open_judge(config) as judge:
+            return Evaluator(config, sources, mesh, judge)(state.policy, log), step
 
 
 def main(argv: Sequence[str]) -> None:
@@ -194,4 +196,4 @@ def main(argv: Sequence[str]) -> None:
 if __name__ == "__main__":
     flags.DEFINE_string("workdir", None, "the run's directory", required=True)
     flags.DEFINE_integer("step", None, "the saved state to evaluate (default: the newest)")
-    cli.run(main, CheckpointUnreadable)
+    cli.run(main, CheckpointUnreadable, RewardFailed)

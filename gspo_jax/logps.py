@@ -1,7 +1,7 @@
 """Token log-probabilities: ONE function for old, new and reference policies.
 
 Scoring and training must agree to the bit when the weights are the same: a clip range of 3e-4 sees
-every difference. So both call `response_logps` on micro-batches of the same shape, and the step
+every difference. So both call `row_logps` on micro-batches of the same shape, and the step
 from logits to log-probabilities has its own derivative, behind a barrier, so that the compiler
 cannot rewrite it in one program and not in the other.
 """
@@ -13,8 +13,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from gspo_jax.model.attention import causal
+from gspo_jax.model.attention import MASKED, grouped_context, grouped_scores, head_major
+from gspo_jax.model.moe import Load
 from gspo_jax.model.transformer import Policy, Routed
+from gspo_jax.prefix import Prefix, read_prompts
+from gspo_jax.sharding import data_shards, take_rows
 
 
 class Scored(NamedTuple):
@@ -22,7 +25,7 @@ class Scored(NamedTuple):
 
     logps: Float[Array, "B R"]  # log p(y_t | x, y_<t) in float32; arbitrary where masked
     entropy: Float[Array, "B R"]  # of the same distribution, nats; carries no gradient
-    routed: Routed | None  # over the P + R - 1 input tokens
+    routed: Routed | None  # by input token
 
 
 @jax.custom_vjp
@@ -89,9 +92,58 @@ def token_logps(
     return jax.tree.map(join, parts)
 
 
-def input_mask(prompt_mask: Bool[Array, "B P"], mask: Bool[Array, "B R"]) -> Bool[Array, "B S"]:
-    """Which of the P + R - 1 inputs are tokens: all but the last token of a response."""
-    return jnp.concatenate([prompt_mask, mask[:, 1:]], 1)
+class Rows(NamedTuple):
+    """Responses side by side in rows of C tokens; the fields are by input token.
+
+    The inputs of a response are the last token of its prompt and all its own but the last. It
+    sees the prefix of its prompt and what is before it in its own segment.
+    """
+
+    tokens: Int[Array, "B C"]
+    targets: Int[Array, "B C"]  # the response tokens that the inputs predict
+    positions: Int[Array, "B C"]  # rotary
+    segments: Int[Array, "B C"]  # 1 … count, the response in its row; 0: padding
+    which: Int[Array, "B C"]  # the prompt among those of the row
+    prompts: Int[Array, "B u"]  # of the row, as numbers among those of its data shard
+
+
+def row_logps(
+    policy: Policy,
+    prefix: Prefix,
+    prompt_mask: Bool[Array, "Q P"],
+    rows: Rows,
+    count: int,
+    temperature: float = 1.0,
+    chunk: int = 0,
+) -> Scored:
+    """Log-probabilities of the targets of rows, [B, C]; the routers' view is of the rows alone.
+
+    Args:
+      prefix, prompt_mask: of the prompts, which lie where their rows do (`read_prompts`).
+      count: segments in a row.
+      temperature, chunk: see token_logps.
+    """
+    width, wide = rows.tokens.shape[1], rows.prompts.shape[1]
+    before = jnp.tril(jnp.ones((width, width), bool))
+    own = before[None] & (rows.segments[:, :, None] == rows.segments[:, None, :])
+    read = take_rows(prompt_mask[:, :-1], rows.prompts)  # [B, u, T]
+    mine = rows.which[:, :, None] == jnp.arange(wide)[None, None]  # [B, C, u]
+    context = (mine[..., None] & read[:, None]).reshape(*mine.shape[:2], -1)
+    visible = jnp.concatenate([context, own], -1)[:, None, None]
+
+    def attend(q, k, v, cache, layer, prefix):
+        def seen(prompts, new):  # [Q, K, T, H] and [B, C, K, H] -> [B, K, u T + C, H]
+            old = jnp.swapaxes(take_rows(prompts, rows.prompts), 1, 2)
+            old = old.reshape(*old.shape[:2], -1, old.shape[-1])
+            return jnp.concatenate([old, head_major(new)], 2)
+
+        scores = jnp.where(visible, grouped_scores(q, seen(prefix[0], k)), MASKED)
+        return grouped_context(jax.nn.softmax(scores, -1), seen(prefix[1], v)), cache
+
+    hidden, _, routed = policy(
+        rows.tokens, rows.positions, rows.segments, attend, prefix=prefix.cache, count=count
+    )
+    return Scored(*token_logps(policy, hidden, rows.targets, temperature, chunk), routed)
 
 
 def response_logps(
@@ -102,19 +154,30 @@ def response_logps(
     mask: Bool[Array, "B R"],
     temperature: float = 1.0,
     chunk: int = 0,
-) -> Scored:
-    """Log-probabilities of responses given their prompts.
+) -> tuple[Scored, Load | None]:
+    """Log-probabilities of responses given their prompts, one of each to a row.
 
     Args:
       prompts, prompt_mask: left-padded.
       responses, mask: right-padded; the mask covers every token up to and including the end.
       temperature, chunk: see token_logps.
 
-    The last token of a response predicts nothing and is no input, here as in the sampler.
+    Returns:
+      Scored, and the load of each whole sequence on the experts [Ls, B, ...].
     """
-    tokens = jnp.concatenate([prompts, responses[:, :-1]], 1)
-    valid = input_mask(prompt_mask, mask)
-    positions = jnp.maximum(jnp.cumsum(valid, 1) - 1, 0)
-    hidden, _, routed = policy(tokens, positions, valid, causal(valid.astype(jnp.int32)))
-    hidden = hidden[:, prompts.shape[1] - 1 :]
-    return Scored(*token_logps(policy, hidden, responses, temperature, chunk), routed)
+    batch, width = responses.shape
+    prefix, _ = read_prompts(policy, prompts, prompt_mask)
+    zeros = jnp.zeros_like(responses)
+    rows = Rows(
+        tokens=jnp.concatenate([prompts[:, -1:], responses[:, :-1]], 1),
+        targets=responses,
+        positions=prompt_mask.sum(1, keepdims=True) - 1 + jnp.arange(width)[None] + zeros,
+        segments=mask.astype(jnp.int32),
+        which=zeros,
+        prompts=zeros[:, :1] + (jnp.arange(batch) % (batch // data_shards()))[:, None],
+    )
+    scored = row_logps(policy, prefix, prompt_mask, rows, 1, temperature, chunk)
+    if scored.routed is None:
+        return scored, None
+    whole = jax.tree.map(jnp.add, prefix.load, scored.routed.load)
+    return scored, jax.tree.map(lambda x: x[:, :, 0], whole)

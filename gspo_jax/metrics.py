@@ -84,6 +84,17 @@ def reduce(stacked: Metrics) -> Metrics:
     )
 
 
+def empty_like(metrics: Metrics) -> Metrics:
+    """Metrics of the same names of which nothing was seen, to merge others into."""
+
+    def fill(tree: Any, value: float) -> Any:
+        return jax.tree.map(lambda _: jnp.float32(value), tree)
+
+    return Metrics(
+        fill(metrics.sums, 0.0), fill(metrics.mins, math.inf), fill(metrics.maxs, -math.inf)
+    )
+
+
 def resolve(metrics: Metrics) -> dict[str, float]:
     """Fetches the metrics to the host, in one transfer, and divides.
 
@@ -99,6 +110,13 @@ def resolve(metrics: Metrics) -> dict[str, float]:
     mins = {f"{name}_min": float(x) for name, x in host.mins.items() if x != math.inf}
     maxs = {f"{name}_max": float(x) for name, x in host.maxs.items() if x != -math.inf}
     return means | mins | maxs
+
+
+def resolve_stacked(metrics: Metrics) -> list[dict[str, float]]:
+    """The same for each of the metrics that a scan stacked, in one transfer."""
+    host = jax.device_get(metrics)
+    count = len(jax.tree.leaves(host)[0])
+    return [resolve(jax.tree.map(lambda x, i=i: x[i], host)) for i in range(count)]
 
 
 class MetricsWriter:

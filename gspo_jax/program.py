@@ -34,7 +34,7 @@ class Program:
 
 
 class Clock:
-    """Seconds of each phase of one step, compilation apart."""
+    """Seconds of each phase of a call, compilation apart."""
 
     def __init__(self):
         self.seconds: dict[str, float] = {}
@@ -42,14 +42,18 @@ class Clock:
 
     def time(self, name: str, function: Any, *args: Any) -> Any:
         """Calls and waits for the result."""
-        before = getattr(function, "compile_seconds", 0.0)
         start = time.perf_counter()
-        result = jax.block_until_ready(function(*args))
-        self.seconds[name] = time.perf_counter() - start
+        result = jax.block_until_ready(self.start(name, function, *args))
+        self.seconds[name] = time.perf_counter() - start - self.compiling.get(name, 0.0)
+        return result
+
+    def start(self, name: str, function: Any, *args: Any) -> Any:
+        """Calls, and does not wait; only compilation is timed."""
+        before = getattr(function, "compile_seconds", 0.0)
+        result = function(*args)
         compiled = getattr(function, "compile_seconds", 0.0) - before
         if compiled:
             self.compiling[name] = compiled
-            self.seconds[name] -= compiled
         return result
 
     def values(self) -> dict[str, float]:

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
 from gspo_jax.model import attention
 from gspo_jax.model.transformer import Policy
+from gspo_jax.prefix import empty_cache, read_prompts
 from gspo_jax.sharding import DATA, data_shards
 
 
@@ -85,52 +86,24 @@ def compute_copy(policy: Policy) -> Policy:
     return jax.tree_util.tree_map_with_path(cast, policy)
 
 
-def _empty_cache(policy: Policy, batch: tuple[int, ...], length: int) -> attention.Cache:
-    c = policy.config
-    shape = (c.num_layers, *batch, c.num_kv_heads, length, c.head_dim)
-    heads = (None,) * (len(batch) - 1) + (c.head_axis,)
-    zeros = jnp.zeros(shape, c.dtype, out_sharding=Spec(None, DATA, *heads))
-    return zeros, zeros
-
-
-def prefill(
-    policy: Policy, tokens: Int[Array, "Q T"], mask: Bool[Array, "Q T"]
-) -> tuple[attention.Cache, Array | None]:
-    """Keys and values [L, Q, K, T, H] of left-padded tokens, and their experts [Ls, Q, T, k]."""
-    full = attention.causal(mask.astype(jnp.int32))
-
-    def attend(q, k, v, cache, layer):
-        context, _ = full(q, k, v, None, layer)
-        new = (attention.head_major(k), attention.head_major(v))
-        return context, jax.tree.map(lambda c, x: c.at[layer].set(x), cache, new)
-
-    positions = jnp.maximum(jnp.cumsum(mask, 1) - 1, 0)
-    cache = _empty_cache(policy, tokens.shape[:1], tokens.shape[1])
-    _, cache, routed = policy(tokens, positions, mask, attend, cache)
-    return cache, None if routed is None else routed.experts
-
-
 def decode_attention(
-    prompt_cache: attention.Cache,
     prompt_mask: Bool[Array, "Z q T"],
     prompt: Int[Array, "Z slots"],
     position: Int[Array, "Z slots"],
     time: Int[Array, ""],
     length: int,
 ) -> attention.Attend:
-    """One token a slot against [the slot's prompt | the live entries of its ring]."""
+    """One token a slot against [its prompt, of the prefix | the live entries of its ring]."""
     entry = time % length
     age = (entry - jnp.arange(length)) % length
     live = age[None, None] <= position[..., None]
     visible = jnp.concatenate([_take(prompt_mask, prompt), live], -1)[:, :, None, None, None]
 
-    def attend(q, k, v, cache, layer):
+    def attend(q, k, v, cache, layer, prefix):
         # What a broken response leaves behind must not reach the slot's next one as 0 * NaN.
         new = (jnp.where(jnp.isfinite(x), x, 0) for x in (k, v))
         cache = tuple(c.at[layer, :, :, :, entry].set(x) for c, x in zip(cache, new, strict=True))
-        parts = [
-            (_take(p[layer], prompt), c[layer]) for p, c in zip(prompt_cache, cache, strict=True)
-        ]
+        parts = [(_take(p, prompt), c[layer]) for p, c in zip(prefix, cache, strict=True)]
         (prompt_keys, keys), (prompt_values, values) = parts
         scores = [jax.vmap(attention.grouped_scores)(q[:, :, None], x) for x in (prompt_keys, keys)]
         scores = jnp.where(visible, jnp.concatenate(scores, -1), attention.MASKED)
@@ -216,7 +189,7 @@ def sample(
     def per_response(x):  # [Q, ...] -> [Z, n, ...]
         return jnp.repeat(to_shards(x), c.group_size, axis=1)
 
-    prompt_cache, prompt_experts = prefill(policy, prompts[:, :-1], prompt_mask[:, :-1])
+    prefix, prompt_experts = read_prompts(policy, prompts, prompt_mask)
     prompt_cache = tuple(
         x.reshape(
             x.shape[0],
@@ -225,7 +198,7 @@ def sample(
             *x.shape[2:],
             out_sharding=Spec(None, DATA, None, policy.config.head_axis),
         )
-        for x in prompt_cache
+        for x in prefix.cache
     )
     context_mask = to_shards(prompt_mask[:, :-1])
     prompt_lengths = to_shards(prompt_mask.sum(1))
@@ -243,9 +216,9 @@ def sample(
     def body(s: _Loop) -> _Loop:
         live = s.response < n
         prompt = start(s.response)
-        attend = decode_attention(prompt_cache, context_mask, prompt, s.position, s.time, length)
+        attend = decode_attention(context_mask, prompt, s.position, s.time, length)
         rotary = _take(prompt_lengths, prompt) - 1 + s.position
-        hidden, cache, routed = policy(s.token, rotary, live, attend, s.cache)
+        hidden, cache, routed = policy(s.token, rotary, live, attend, s.cache, prompt_cache)
         logits = jax.sharding.reshard(policy.logits(hidden), Spec(DATA))
         ids = _take(response_ids, jnp.minimum(s.response, n - 1))
         token, logp = draw(logits, key, ids, s.position, c)
@@ -290,7 +263,7 @@ def sample(
             response=first,
             position=full((slots,), 0, jnp.int32),
             token=_take(last_token, start(first)),
-            cache=_empty_cache(policy, (shards, slots), length),
+            cache=empty_cache(policy.config, (shards, slots), length),
             responses=full((n, length), c.pad_id, jnp.int32),
             logps=full((n, length), 0.0, jnp.float32),
             lengths=full((n,), 0, jnp.int32),

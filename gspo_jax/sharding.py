@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as Spec
 
@@ -62,37 +63,50 @@ def to_devices[T](tree: T, mesh: Mesh, spec: Spec | None = None) -> T:
 
 
 def to_host[T](tree: T) -> T:
-    """Global arrays to host arrays."""
+    """Global arrays to host arrays; all of them, so on one process only."""
     return jax.device_get(tree)
 
 
-def split_rows[T](tree: T, *parts: int) -> T:
-    """Rows [B, ...] to [*parts, B / prod(parts), ...], each part an even share of every shard."""
+def to_rows[T](tree: T) -> T:
+    """The rows of global arrays that this process holds, and replicated scalars, on the host."""
+
+    def rows(x: jax.Array) -> np.ndarray:
+        if x.ndim == 0:
+            return np.asarray(x.addressable_data(0))
+        # Replicas along "tensor" have the same index.
+        parts = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
+        return np.concatenate([np.asarray(parts[start]) for start in sorted(parts)])
+
+    return jax.tree.map(rows, tree)
+
+
+def from_rows[T](tree: T, mesh: Mesh) -> T:
+    """The inverse: rows that each process holds to global arrays."""
+    sharding = NamedSharding(mesh, Spec(DATA))
+    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), tree)
+
+
+def sum_over_processes(values: np.ndarray) -> np.ndarray:
+    """The sum of a small host array over all processes."""
+    if jax.process_count() == 1:
+        return values
+    return multihost_utils.process_allgather(values).sum(0)
+
+
+def somewhere(flag: bool) -> bool:
+    """Whether the flag is set on any process; all must ask."""
+    return bool(sum_over_processes(np.array(flag, np.int32)))
+
+
+def take_rows(rows: jax.Array, index: jax.Array) -> jax.Array:
+    """Rows [Q, ...] by their numbers [B, u] within the data shard: [B, u, ...], nothing moved."""
     shards = data_shards()
-
-    def split(x: jax.Array) -> jax.Array:
-        rows = x.shape[0] // (shards * math.prod(parts))
-        x = x.reshape(shards, *parts, rows, *x.shape[1:], out_sharding=Spec(DATA))
-        x = jax.numpy.moveaxis(x, 0, len(parts))
-        merged = (*parts, shards * rows, *x.shape[len(parts) + 2 :])
-        return x.reshape(merged, out_sharding=Spec(*(None,) * len(parts), DATA))
-
-    return jax.tree.map(split, tree)
-
-
-def merge_rows[T](tree: T, parts: int) -> T:
-    """The inverse of split_rows(tree, *sizes), given how many leading axes it made."""
-    shards = data_shards()
-
-    def merge(x: jax.Array) -> jax.Array:
-        sizes, rest = x.shape[:parts], x.shape[parts + 1 :]
-        rows = x.shape[parts] // shards
-        where = Spec(*(None,) * parts, DATA)
-        x = x.reshape(*sizes, shards, rows, *rest, out_sharding=where)
-        x = jax.numpy.moveaxis(x, parts, 0)
-        return x.reshape(shards * math.prod(sizes) * rows, *rest, out_sharding=Spec(DATA))
-
-    return jax.tree.map(merge, tree)
+    spec = jax.typeof(rows).sharding.spec
+    apart = rows.reshape(shards, -1, *rows.shape[1:], out_sharding=Spec(DATA, None, *spec[1:]))
+    where = index.reshape(shards, -1, *index.shape[1:], out_sharding=Spec(DATA))
+    taken = jax.vmap(lambda r, i: r[i])(apart, where)
+    shape = (*index.shape, *rows.shape[1:])
+    return taken.reshape(shape, out_sharding=Spec(DATA, None, *spec[1:]))
 
 
 def replicate[T](tree: T) -> T:

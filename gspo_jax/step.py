@@ -1,11 +1,14 @@
-"""The phases of a step as pure functions: sample (rollout.py), score, update.
+"""The phases of a step as pure functions: sample (rollout.py), score, update; and all in one.
 
-A rollout of B responses is cut into M minibatches, each into micro-batches of one fixed shape that
-scoring and training share. Every term of the loss is a sum over sequences, divided by the number of
-sequences in the minibatch; so neither the micro-batch size nor the mesh changes the gradient.
+A rollout of B responses is cut into M minibatches, each packed into micro-batches of one fixed
+shape that scoring and training share. Every term of the loss is a sum over sequences, divided by
+the number of sequences in the minibatch; so neither the packing nor the mesh changes the gradient.
 """
 
 import dataclasses
+import functools
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,15 +16,17 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as Spec
 from jax.sharding import reshard
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from gspo_jax.gspo import ClipRange, group_advantages, gspo
-from gspo_jax.logps import Scored, input_mask, response_logps
-from gspo_jax.metrics import Metrics, highest, lowest, merge, reduce, weighted
-from gspo_jax.model.moe import expert_counts
+from gspo_jax.logps import Rows, Scored, row_logps
+from gspo_jax.metrics import Metrics, empty_like, highest, lowest, merge, reduce, weighted
+from gspo_jax.model.moe import Load, balance_loss
 from gspo_jax.model.transformer import Policy
+from gspo_jax.packing import SEGMENTS, Packed, Spans, pack, per_span, span_mask, unpack
+from gspo_jax.prefix import Prefix, read_prompts
 from gspo_jax.rollout import Rollout
-from gspo_jax.sharding import DATA, merge_rows, replicate, split_rows
+from gspo_jax.sharding import DATA, replicate, take_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +35,8 @@ class UpdateConfig:
 
     clip: ClipRange = dataclasses.field(default_factory=ClipRange)
     minibatches: int = 4  # updates per rollout
-    micro_batch: int = 8  # sequences in one forward and backward pass, all data shards together
+    micro_batch: int = 8  # rows in one forward and backward pass, all data shards together
+    group_size: int = 1  # responses, one after the other, that share a prompt
     std_floor: float = 1e-4  # a group whose rewards deviate less is constant
     balance_coef: float = 1e-3  # of the load-balancing loss
     temperature: float = 1.0  # the sampler's
@@ -101,33 +107,36 @@ def apply_gradients(
     return state, metrics
 
 
-class _Batch(NamedTuple):
-    """What the loss needs of each response."""
+class Batches(NamedTuple):
+    """A packed rollout and what the policy that sampled it made of it; M minibatches."""
 
-    prompts: Int[Array, "B P"]
-    prompt_mask: Array
-    responses: Int[Array, "B R"]
-    mask: Array  # response tokens
-    trained: Array  # of responses with a reward
-    old_logps: Float[Array, "B R"]
-    old_experts: Array | None  # [B, Ls, S, k]
-    advantages: Float[Array, " B"]
+    packed: Packed
+    old_logps: Float[Array, "M J B C"]
+    old_experts: Array | None  # [M, J, B, Ls, C, k] of the inputs; not of the prompts
+    expert_counts: Float[Array, "Ls E"] | None  # how often each was chosen
 
 
-def _score_micro(policy: Policy, batch: Rollout | _Batch, config: UpdateConfig) -> Scored:
-    return response_logps(
-        policy,
-        batch.prompts,
-        batch.prompt_mask,
-        batch.responses,
-        batch.mask,
-        config.temperature,
-        config.logps_chunk,
+class _Micro(NamedTuple):
+    """What the loss needs of a micro-batch; n spans in each of B rows."""
+
+    rows: Rows
+    spans: Spans
+    old_logps: Float[Array, "B C"]
+    old_experts: Array | None
+    advantages: Float[Array, "B n"]
+    missing: Bool[Array, "B n"]  # responses without a reward
+
+
+def _score_rows(
+    policy: Policy, prefix: Prefix, prompt_mask: Array, rows: Rows, config: UpdateConfig
+) -> Scored:
+    return row_logps(
+        policy, prefix, prompt_mask, rows, SEGMENTS, config.temperature, config.logps_chunk
     )
 
 
 def _expert_ids(policy: Policy, scored: Scored) -> Array | None:
-    """[B, Ls, S, k], in the smallest type that holds them."""
+    """[B, Ls, C, k], in the smallest type that holds them."""
     if scored.routed is None:
         return None
     small = policy.config.num_experts <= 256
@@ -135,51 +144,79 @@ def _expert_ids(policy: Policy, scored: Scored) -> Array | None:
     return jnp.swapaxes(ids, 0, 1)
 
 
-def _micro_batches(rollout: Rollout, config: UpdateConfig) -> int:
-    """Micro-batches in one minibatch."""
-    return rollout.responses.shape[0] // (config.minibatches * config.micro_batch)
+def score(policy: Policy, rollout: Rollout, config: UpdateConfig) -> Batches:
+    """The rollout, packed into the micro-batches that `update` will train on, and its old
+    log-probabilities: the same weights then give the same numbers to the bit."""
+    packed = pack(rollout, config.minibatches, config.micro_batch, config.group_size)
 
+    def minibatch(_, batch: Packed):
+        prefix, _ = read_prompts(policy, batch.prompts, batch.prompt_mask)
 
-def score(
-    policy: Policy, rollout: Rollout, config: UpdateConfig
-) -> tuple[Float[Array, "B R"], Array | None]:
-    """The old log-probabilities [B, R], float32, and the experts [B, Ls, P + R - 1, k] chosen.
+        def one(number):
+            rows = jax.tree.map(lambda x: x[number], batch.rows)
+            scored = _score_rows(policy, prefix, batch.prompt_mask, rows, config)
+            load = scored.routed and scored.routed.load.chosen.sum((1, 2))
+            return (scored.logps, _expert_ids(policy, scored)), load
 
-    Computed on the micro-batches that `update` will train on, so that the same weights give the
-    same numbers to the bit.
-    """
-    parts = config.minibatches * _micro_batches(rollout, config)
-    fields = ("prompts", "prompt_mask", "responses", "mask")
-    rows = rollout._replace(**dict.fromkeys(set(Rollout._fields) - set(fields)))
+        def collect(number, found):
+            (rows, load), (new, more) = found, one(number)
+            rows = jax.tree.map(lambda all_, x: all_.at[number].set(x), rows, new)
+            return rows, jax.tree.map(jnp.add, load, more)
 
-    def one(_, micro):
-        scored = _score_micro(policy, micro, config)
-        return None, (scored.logps, _expert_ids(policy, scored))
+        def empty(x, *lead):
+            spec = Spec(*(None,) * len(lead), *x.sharding.spec)
+            return jnp.zeros((*lead, *x.shape), x.dtype, out_sharding=spec)
 
-    _, stacked = jax.lax.scan(one, None, split_rows(rows, parts))
-    return merge_rows(stacked, 1)
+        rows, load = jax.eval_shape(one, 0)
+        parts = batch.spans.length.shape[0]
+        start = jax.tree.map(lambda x: empty(x, parts), rows), jax.tree.map(empty, load)
+        return None, jax.lax.fori_loop(0, batch.used, collect, start)
+
+    _, ((logps, experts), load) = jax.lax.scan(minibatch, None, packed)
+    return Batches(packed, logps, experts, None if load is None else load.sum(0))
 
 
 def _expert_change(new: Array, old: Array, valid: Array) -> tuple[Array, Array]:
     """1 - |new ∩ old| / k, summed over valid tokens and sparse layers; and how many those are."""
-    shared = (new[..., :, None] == old[..., None, :]).any(-1).mean(-1)  # [b, Ls, S]
+    shared = (new[..., :, None] == old[..., None, :]).any(-1).mean(-1)  # [B, Ls, C]
     return weighted(1.0 - shared, jnp.broadcast_to(valid[:, None], shared.shape))
 
 
+def _sequence_load(prefix: Prefix, rows: Rows, spans: Spans, load: Load) -> Load:
+    """The load of whole sequences, prompt included, [Ls, B, n, ...]."""
+    first = jnp.minimum(spans.start, rows.which.shape[1] - 1)
+    which = jnp.take_along_axis(rows.which, first, 1)
+    prompts = jnp.take_along_axis(rows.prompts, which, 1)
+
+    def of_prompts(x):  # [Ls, Q, 1, ...] -> [Ls, B, n, ...]
+        return jnp.moveaxis(take_rows(jnp.moveaxis(x[:, :, 0], 0, 1), prompts), 2, 0)
+
+    return jax.tree.map(lambda p, own: of_prompts(p) + own, prefix.load, load)
+
+
 def loss(
-    policy: Policy, batch: _Batch, weight: Float[Array, ""], config: UpdateConfig
+    policy: Policy,
+    prefix: Prefix,
+    prompt_mask: Array,
+    micro: _Micro,
+    weight: Float[Array, ""],
+    config: UpdateConfig,
 ) -> tuple[Float[Array, ""], tuple[Metrics, Array | None]]:
     """-J of Eq. 5 plus the load-balancing loss, both summed over sequences and divided by `weight`.
 
     Returns:
       The loss, and (metrics, the experts chosen).
     """
-    scored = _score_micro(policy, batch, config)
-    objective, stats = gspo(
-        scored.logps, batch.old_logps, batch.trained, batch.advantages, config.clip
+    scored = _score_rows(policy, prefix, prompt_mask, micro.rows, config)
+    logps, old_logps, entropy = (
+        unpack(x, micro.spans) for x in (scored.logps, micro.old_logps, scored.entropy)
     )
-    present = batch.trained.any(-1)
-    tokens = batch.trained.sum(-1)
+    advantages, missing = (
+        x.reshape(-1, out_sharding=Spec(DATA)) for x in (micro.advantages, micro.missing)
+    )
+    trained = span_mask(micro.spans, logps.shape[1]) & ~missing[:, None]
+    objective, stats = gspo(logps, old_logps, trained, advantages, config.clip)
+    present = trained.any(-1)
     total = -objective.sum()
     clipped = stats["clip_low"] | stats["clip_high"]
     metrics = Metrics(
@@ -188,71 +225,83 @@ def loss(
             "ratio": weighted(stats["ratio"], present),
             "clip_low": weighted(stats["clip_low"], present),
             "clip_high": weighted(stats["clip_high"], present),
-            "clip_tokens": weighted(clipped, tokens),
-            "entropy": weighted(scored.entropy, batch.trained),
+            "clip_tokens": weighted(clipped, trained.sum(-1)),
+            "entropy": weighted(entropy, trained),
         },
         mins={"ratio": lowest(stats["ratio"], present)},
         maxs={"ratio": highest(stats["ratio"], present)},
     )
     if scored.routed is not None:
-        balance = jnp.where(present, scored.routed.balance.mean(0), 0.0)
+        load = _sequence_load(prefix, micro.rows, micro.spans, scored.routed.load)
+        balance = balance_loss(load).mean(0).reshape(-1, out_sharding=Spec(DATA))
+        balance = jnp.where(present, balance, 0.0)
         total = total + config.balance_coef * balance.sum()
         metrics.sums["balance"] = weighted(balance, present)
     return total / weight, (metrics, _expert_ids(policy, scored))
 
 
 def minibatch_gradients(
-    policy: Policy, minibatch: _Batch, config: UpdateConfig
+    policy: Policy, packed: Packed, micros: _Micro, config: UpdateConfig
 ) -> tuple[Policy, Metrics, tuple[Array, Array] | None]:
-    """Gradients of a minibatch [micro-batches, rows, ...], accumulated over its micro-batches.
+    """Gradients of a minibatch, accumulated over the micro-batches that hold responses.
+
+    Prompts are read once; what the responses ask of them is summed up and goes back at the end.
+
+    Args:
+      packed: of the minibatch.
+      micros: its micro-batches, [J, ...].
 
     Returns:
       Gradients, metrics, and expert-change (sum, weight) against the old policy, or None.
     """
-    weight = jnp.maximum(minibatch.trained.any(-1).sum(), 1).astype(jnp.float32)
-    gradients = jax.grad(loss, has_aux=True)
+    trained = (micros.spans.length > 0) & ~micros.missing
+    weight = jnp.maximum(trained.sum(), 1).astype(jnp.float32)
+    gradients = jax.grad(loss, argnums=(0, 1), has_aux=True)
+    prefix, read_back, _ = jax.vjp(
+        lambda policy: read_prompts(policy, packed.prompts, packed.prompt_mask),
+        policy,
+        has_aux=True,
+    )
 
-    def accumulate(total, micro):
-        grads, (metrics, experts) = gradients(policy, micro, weight, config)
+    def one(number):
+        micro = jax.tree.map(lambda x: x[number], micros)
+        grads, (metrics, experts) = gradients(
+            policy, prefix, packed.prompt_mask, micro, weight, config
+        )
         changed = None
         if experts is not None:
-            changed = _expert_change(
-                experts, micro.old_experts, input_mask(micro.prompt_mask, micro.mask)
-            )
-        return jax.tree.map(jnp.add, total, grads), (metrics, changed)
+            changed = _expert_change(experts, micro.old_experts, micro.rows.segments > 0)
+        return grads, metrics, changed
 
-    zeros = jax.tree.map(jnp.zeros_like, policy)
-    grads, (metrics, changed) = jax.lax.scan(accumulate, zeros, minibatch)
-    return grads, reduce(metrics), jax.tree.map(lambda x: x.sum(0), changed)
+    def accumulate(number, total):
+        (grads, metrics, changed), new = total, one(number)
+        add = functools.partial(jax.tree.map, jnp.add)
+        return add(grads, new[0]), merge(metrics, new[1]), add(changed, new[2])
+
+    zeros = jax.tree.map(jnp.zeros_like, (policy, prefix))
+    _, metrics, changed = jax.eval_shape(one, 0)
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), changed)
+    start = zeros, empty_like(metrics), nothing
+    (grads, to_prefix), metrics, changed = jax.lax.fori_loop(0, packed.used, accumulate, start)
+    grads = jax.tree.map(jnp.add, grads, *read_back(to_prefix))
+    return grads, metrics, changed
 
 
-def make_batch(
-    rollout: Rollout,
-    old_logps: Float[Array, "B R"],
-    old_experts: Array | None,
-    config: UpdateConfig,
-) -> _Batch:
-    """Rollout and scores as [M, micro-batches, rows, ...], advantages computed over all groups."""
-    rewards, groups = replicate((rollout.rewards, rollout.groups))
-    advantages = group_advantages(rewards, groups, rewards.shape[0], config.std_floor)
-    batch = _Batch(
-        rollout.prompts,
-        rollout.prompt_mask,
-        rollout.responses,
-        rollout.mask,
-        rollout.mask & ~jnp.isnan(rollout.rewards)[:, None],
-        old_logps,
-        old_experts,
-        reshard(advantages, Spec(DATA)),
+def micro_batches(
+    batches: Batches, advantages: Float[Array, " B"], rewards: Float[Array, " B"]
+) -> _Micro:
+    """[M, J, ...]: rows and spans, each with its response's advantage."""
+    spans = batches.packed.spans
+    advantages, missing = (per_span(x, spans) for x in (advantages, jnp.isnan(rewards)))
+    return _Micro(
+        batches.packed.rows, spans, batches.old_logps, batches.old_experts, advantages, missing
     )
-    return split_rows(batch, config.minibatches, _micro_batches(rollout, config))
 
 
 def update(
     state: TrainState,
     rollout: Rollout,
-    old_logps: Float[Array, "B R"],
-    old_experts: Array | None,
+    batches: Batches,
     config: UpdateConfig,
     optimizer: optax.GradientTransformation,
 ) -> tuple[TrainState, Metrics]:
@@ -261,40 +310,72 @@ def update(
     A minibatch without any non-zero advantage has no learning signal: its update is skipped.
 
     Args:
-      old_logps, old_experts: from `score` with the policy that sampled.
+      batches: from `score` with the policy that sampled.
     """
-    batches = make_batch(rollout, old_logps, old_experts, config)
-
+    rewards, groups = replicate((rollout.rewards, rollout.groups))
+    advantages = group_advantages(rewards, groups, rewards.shape[0], config.std_floor)
+    micros = micro_batches(batches, reshard(advantages, Spec(DATA)), rollout.rewards)
     before = state.updates
 
     def one(state, minibatch):
-        grads, metrics, changed = minibatch_gradients(state.policy, minibatch, config)
+        packed, micros = minibatch
+        grads, metrics, changed = minibatch_gradients(state.policy, packed, micros, config)
         if changed is not None:
             once = state.updates == before + 1  # one update, skipped ones not counted
             metrics.sums["expert_change_1"] = jax.tree.map(lambda x: x * once, changed)
-        signal = (minibatch.advantages != 0) & minibatch.trained.any(-1)
+        there = (micros.spans.length > 0) & ~micros.missing
+        signal = (micros.advantages != 0) & there
         state, applied = apply_gradients(state, grads, optimizer, signal.any())
         return state, merge(metrics, applied)
 
-    state, stacked = jax.lax.scan(one, state, batches)
-    metrics = merge(reduce(stacked), _rollout_metrics(rollout, old_logps, batches))
-    if old_experts is not None:
-        first: _Batch = jax.tree.map(lambda x: x[0, 0], batches)
-        experts = _expert_ids(state.policy, _score_micro(state.policy, first, config))
-        changed = _expert_change(
-            experts, first.old_experts, input_mask(first.prompt_mask, first.mask)
-        )
-        metrics.sums["expert_change_all"] = changed
-        metrics.sums |= _load_metrics(state.policy, rollout, old_experts)
+    state, stacked = jax.lax.scan(one, state, (batches.packed, micros))
+    metrics = merge(reduce(stacked), _rollout_metrics(rollout, batches))
+    metrics.sums["group_constant"] = _constant_groups(advantages, rewards, groups)
+    if batches.old_experts is not None:
+        packed, micro = jax.tree.map(lambda x: x[0], (batches.packed, micros))
+        rows, old = jax.tree.map(lambda x: x[0], (micro.rows, micro.old_experts))
+        prefix, _ = read_prompts(state.policy, packed.prompts, packed.prompt_mask)
+        scored = _score_rows(state.policy, prefix, packed.prompt_mask, rows, config)
+        experts = _expert_ids(state.policy, scored)
+        metrics.sums["expert_change_all"] = _expert_change(experts, old, rows.segments > 0)
+        metrics.sums |= _load_metrics(batches.expert_counts)
     return state, metrics
 
 
-def _load_metrics(policy: Policy, rollout: Rollout, experts: Array) -> dict[str, Any]:
+def fused_steps(
+    state: TrainState,
+    prompts: Any,
+    answers: Any,
+    steps: Int[Array, " n"],
+    key: PRNGKeyArray,
+    *,
+    sample: Callable[..., Rollout],
+    reward: Callable[..., Array],
+    score: Callable[..., Batches],
+    update: Callable[..., tuple[TrainState, Metrics]],
+) -> tuple[TrainState, Metrics]:
+    """n whole steps, for one program: sample, reward, score and update are those of two phases.
+
+    Args:
+      prompts, answers: what `sample` and `reward` take of each step, stacked [n, ...].
+      steps: their numbers.
+      key: of the run.
+
+    Returns:
+      The state after them, and their metrics, stacked [n].
+    """
+
+    def one(state, inputs):
+        prompts, answers, number = inputs
+        rollout = sample(state.policy, *prompts, jax.random.fold_in(key, number))
+        rollout = rollout._replace(rewards=reward(rollout, answers, number))
+        return update(state, rollout, score(state.policy, rollout))
+
+    return jax.lax.scan(one, state, (prompts, answers, steps))
+
+
+def _load_metrics(counts: Float[Array, "Ls E"]) -> dict[str, Any]:
     """The busiest expert's share of a layer's choices times E (1: balanced), and unused experts."""
-    valid = input_mask(rollout.prompt_mask, rollout.mask)[:, None]
-    counts = expert_counts(
-        experts, jnp.broadcast_to(valid, experts.shape[:-1]), policy.config.num_experts
-    ).sum(0)
     share = counts / jnp.maximum(counts.sum(-1, keepdims=True), 1.0)
     return {
         "expert_load_max": weighted(share.max(-1) * share.shape[-1]),
@@ -302,29 +383,34 @@ def _load_metrics(policy: Policy, rollout: Rollout, experts: Array) -> dict[str,
     }
 
 
-def _rollout_metrics(rollout: Rollout, old_logps: Array, batches: _Batch) -> Metrics:
+def _constant_groups(advantages: Array, rewards: Array, groups: Array) -> tuple[Array, Array]:
+    """Groups with rewards but without signal, and groups with rewards."""
+    signal = jnp.where(jnp.isnan(rewards), -1.0, jnp.abs(advantages))
+    signal = jax.ops.segment_max(signal, groups, groups.shape[0])
+    return weighted(signal == 0, signal >= 0)
+
+
+def _rollout_metrics(rollout: Rollout, batches: Batches) -> Metrics:
     """What is known of a rollout before its updates."""
     present = ~jnp.isnan(rollout.rewards)
     rewards = jnp.where(present, rollout.rewards, 0.0)
     lengths = rollout.mask.sum(-1)
-    gap = jnp.abs(jnp.where(rollout.mask, rollout.logps - old_logps, 0.0))
-    advantages, groups, there = replicate(
-        (merge_rows(batches.advantages, 2), rollout.groups, present)
-    )
-    size = groups.shape[0]
-    signal = jax.ops.segment_max(jnp.where(there, jnp.abs(advantages), -1.0), groups, size)
+    packed = batches.packed
+    tokens = packed.rows.segments > 0
+    gap = jnp.abs(jnp.where(tokens, packed.sampler_logps - batches.old_logps, 0.0))
+    visited = packed.used.sum() * math.prod(tokens.shape[2:])
     return Metrics(
         sums={
             "reward": weighted(rewards, present),
             "reward_missing": weighted(~present),
-            "group_constant": weighted(signal == 0, signal >= 0),
             "response_length": weighted(lengths),
             "truncated": weighted(~rollout.finished),
-            "sampler_gap": weighted(gap, rollout.mask),
+            "sampler_gap": weighted(gap, tokens),
+            "row_use": (tokens.sum().astype(jnp.float32), visited.astype(jnp.float32)),
             "slot_use": (
                 lengths.sum().astype(jnp.float32),
                 rollout.iterations.astype(jnp.float32),
             ),
         },
-        maxs={"sampler_gap": highest(gap, rollout.mask)},
+        maxs={"sampler_gap": highest(gap, tokens)},
     )

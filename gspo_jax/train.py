@@ -1,4 +1,4 @@
-"""Training: the two-phase loop, with a checkpoint between the rollout and the update.
+"""Training: the loop around the phases of a step.
 
     python -m gspo_jax.train --config=configs/quickstart.py --workdir=RUN [--config.key=value]
 
@@ -7,6 +7,7 @@ the run is finished, summary.json. Started again, a stopped run goes on in the p
 a finished one does nothing.
 """
 
+import contextlib
 import functools
 import importlib.metadata
 import math
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from absl import flags
 from tqdm import tqdm
 
@@ -25,20 +25,24 @@ from gspo_jax.checkpoint import Checkpoints, CheckpointUnreadable
 from gspo_jax.cold_start import check_folder, first_policy
 from gspo_jax.config import TrainConfig, differences, load, to_dict
 from gspo_jax.data.sources import open_sources
-from gspo_jax.evaluate import Evaluator, place_prompts, sample_line, sampling_config, table
-from gspo_jax.metrics import MetricsWriter, read_metrics, resolve
+from gspo_jax.evaluate import Evaluator, Scores, table
+from gspo_jax.metrics import Metrics, MetricsWriter, read_metrics, resolve_stacked
 from gspo_jax.model.transformer import init_policy
+from gspo_jax.phases import Fused, TwoPhase
 from gspo_jax.plots import plot_curves
-from gspo_jax.program import Clock, Program
-from gspo_jax.rewards.text import judge, reasoning_gym_reward, shuffled
-from gspo_jax.rollout import Rollout, sample
-from gspo_jax.sharding import make_mesh, to_devices, to_host
-from gspo_jax.step import init_state, make_optimizer, score, update
-from gspo_jax.workdir import claim, read_json, write_json, write_lines
+from gspo_jax.program import Clock
+from gspo_jax.reward import TextReward, open_judge
+from gspo_jax.rewards.pool import RewardFailed
+from gspo_jax.sharding import make_mesh, somewhere
+from gspo_jax.step import init_state, make_optimizer
+from gspo_jax.workdir import claim, read_json, write_json
 
 # What may change when a run is continued: the rest would make it another run.
 CHANGEABLE = (
     "steps",
+    "fused_steps",
+    "reward.workers",
+    "reward.timeout",
     "mesh.",
     "checkpoint.",
     "data.dir",  # the fingerprint of the data tells whether they are the same
@@ -66,15 +70,16 @@ def train(config: TrainConfig, workdir: Path) -> dict[str, Any]:
 
     Raises:
       ValueError, FileNotFoundError: what the user has to change, with the remedy.
-      Diverged, Stopped, CheckpointUnreadable: the run cannot go on, or is to go on later.
+      Diverged, RewardFailed, Stopped, CheckpointUnreadable: the run cannot go on, or is to go on
+        later.
     """
     started = time.perf_counter()
     mesh = make_mesh(config.mesh.fsdp, config.mesh.expert, config.mesh.tensor)
-    with (
-        claim(workdir),
-        jax.set_mesh(mesh),
-        Checkpoints(workdir, config.checkpoint.keep) as checkpoints,
-    ):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(claim(workdir))
+        stack.enter_context(jax.set_mesh(mesh))
+        checkpoints = stack.enter_context(Checkpoints(workdir, config.checkpoint.keep))
+
         # ---- The work directory ------------------------------------------------------------
         summary_path = workdir / "summary.json"
         summary = read_json(summary_path)
@@ -105,13 +110,11 @@ def train(config: TrainConfig, workdir: Path) -> dict[str, Any]:
 
         # ---- The phases, compiled once each ------------------------------------------------
         optimizer = make_optimizer(config.optimizer)
-        evaluator = Evaluator(config, sources, mesh)
-        sampling = sampling_config(config, sources)
-        sampler = Program(functools.partial(sample, config=sampling))
-        scorer = Program(functools.partial(score, config=config.update))
-        updater = Program(
-            functools.partial(update, config=config.update, optimizer=optimizer), donate=(0,)
-        )
+        judge = stack.enter_context(open_judge(config))
+        evaluator = Evaluator(config, sources, mesh, judge)
+        text = TextReward(judge, config, sources, workdir)
+        kind = Fused if config.fused_steps else TwoPhase
+        phases = kind(config, sources, mesh, optimizer, text, checkpoints)
 
         # ---- The state: restored, or begun with a cold start -------------------------------
         begin = functools.partial(init_state, optimizer=optimizer)
@@ -120,92 +123,59 @@ def train(config: TrainConfig, workdir: Path) -> dict[str, Any]:
             state, meta, step = checkpoints.restore_state(target)
             elapsed = meta["seconds"]
             print(f"going on with {workdir} after step {step}")
+            if step % phases.steps:
+                raise ValueError(
+                    f"fused_steps={phases.steps}: {workdir} is after step {step}, which is no "
+                    "multiple of it; give a divisor of that"
+                )
         else:
             state = jax.jit(begin)(first_policy(config, sources, mesh))
             step, elapsed = 0, 0.0
-        first = step
 
         def save() -> None:
             seconds = elapsed + time.perf_counter() - started
             checkpoints.save_state(step, state, {"step": step, "seconds": seconds})
 
         # ---- The loop ----------------------------------------------------------------------
-        reward_fn = reasoning_gym_reward
-        if config.shuffle_rewards:
-            reward_fn = shuffled(reward_fn, config.seed)
-        writer = MetricsWriter(workdir, step)
-        bar = tqdm(total=config.steps, initial=step, desc="GSPO", unit="step", mininterval=1.0)
-        broken = 0
-        with writer, bar, cli.StopRequest() as stop:
-            while True:
-                if step % config.checkpoint.every == 0 or step == config.steps or stop.signal:
-                    save()
-                if stop.signal:
-                    raise Stopped(
-                        f"{stop.signal}: stopped, with {step} of {config.steps} steps saved in "
-                        f"{workdir}; the same command goes on"
-                    )
+        report = stack.enter_context(_Report(config, workdir, step))
+        stop = stack.enter_context(cli.StopRequest())
+        while True:
+            stopping = somewhere(bool(stop.signal))
+            clock = Clock()
+            if step % config.checkpoint.every == 0 or step == config.steps or stopping:
+                report.flush()
+                text.raise_failure()
+                clock.time("checkpoint", save)
+            if stopping:
+                raise Stopped(
+                    f"{stop.signal or 'another process'}: stopped, with {step} of {config.steps} "
+                    f"steps saved in {workdir}; the same command goes on"
+                )
+            if _evaluates(config, step):
+                report.flush()
+                log = workdir / "samples" / f"heldout_{step:06d}.jsonl"
+                scores = clock.time("evaluation", evaluator, state.policy, log)
+                report.heldout(step, scores, clock)
                 clock = Clock()
-                if _evaluates(config, step):
-                    log = workdir / "samples" / f"heldout_{step:06d}.jsonl"
-                    scores = clock.time("evaluation", evaluator, state.policy, log)
-                    writer.write(step, _heldout(scores) | clock.values())
-                if step == config.steps:
-                    break
-
-                clock = Clock()
-                # ---- Rollout: sample and reward, or the one that was saved
-                prompts = sources.train.batch(step, config.rollout.prompts)
-                width = config.rollout.prompt_length
-                placed = place_prompts(prompts, width, sources.tokenizer.pad_id, mesh)
-                key = jax.random.fold_in(jax.random.key(config.seed), step)
-                args = (state.policy, *placed, key)
-                rollout = None
-                if step == first:
-                    rollout = _saved_rollout(checkpoints, step, sampler, args)
-                reused = rollout is not None
-                if not reused:
-                    rollout = clock.time("rollout", sampler, *args)
-                    host = to_host(rollout)
-                    problems = [prompts[group].problem for group in host.groups]
-                    texts, rewards = clock.time(
-                        "reward", judge, reward_fn, sources.tokenizer, problems,
-                        host.responses, host.mask,
-                    )  # fmt: skip
-                    rollout = rollout._replace(rewards=to_devices(rewards, mesh))
-                    _log_samples(workdir, step, problems, texts, rewards, host)
-                    if step % config.checkpoint.every == 0:
-                        clock.time("checkpoint", checkpoints.save_rollout, step, rollout, {})
-
-                # ---- Update: old log-probabilities, then M minibatches
-                old_logps, experts = clock.time("score", scorer, state.policy, rollout)
-                state, metrics = clock.time("update", updater, state, rollout, old_logps, experts)
-                values = resolve(metrics)
-                step += 1
-
-                # ---- What is reported
-                tokens = values["response_length"] * rollout.responses.shape[0]
-                values["slot_use"] /= min(config.rollout.slots, rollout.responses.shape[0])
-                if not reused:
-                    values["rollout_tokens_per_s"] = tokens / clock.seconds["rollout"]
-                values["update_tokens_per_s"] = tokens / clock.seconds["update"]
-                writer.write(step - 1, values | clock.values())
-                bar.update()
-                # Where every reward is missing, these have no value.
-                reward = values.get("reward", math.nan)
-                clipped = values.get("clip_low", math.nan) + values.get("clip_high", math.nan)
-                bar.set_postfix(reward=f"{reward:.3f}", clip=f"{clipped:.2f}")
-                broken = broken + 1 if values["skipped_nonfinite"] == 1 else 0
-                if broken == MAX_BROKEN_STEPS:
-                    save()
-                    checkpoints.wait()
-                    raise Diverged(
-                        f"steps {step - broken} to {step - 1}: no minibatch had a finite gradient. "
-                        f"Their updates were skipped, so the state of step {step} in {workdir} is "
-                        "that before them. The same command tries the next prompts; if that does "
-                        "not help, begin another run with a lower optimizer.learning_rate or with "
-                        "policy.compute_dtype=float32"
-                    )
+            if step == config.steps:
+                break
+            try:
+                state, metrics = phases(state, step, clock)
+            except RewardFailed as failed:  # in two phases; the state is intact
+                raise RewardFailed(f"step {step}: {failed}\n{phases.keep(step, save)}") from failed
+            report.later(step, metrics, clock)
+            step += phases.steps
+            text.raise_failure()
+            if report.broken >= MAX_BROKEN_STEPS:
+                save()
+                checkpoints.wait()
+                raise Diverged(
+                    f"steps {report.last + 1 - report.broken} to {report.last}: no minibatch had a "
+                    f"finite gradient. Their updates were skipped, so the state of step {step} in "
+                    f"{workdir} is that before them. The same command tries the next prompts; if "
+                    "that does not help, begin another run with a lower optimizer.learning_rate "
+                    "or with policy.compute_dtype=float32"
+                )
 
         # ---- The summary -------------------------------------------------------------------
         columns = {
@@ -225,6 +195,76 @@ def train(config: TrainConfig, workdir: Path) -> dict[str, Any]:
             plot_curves(workdir)
             write_json(summary_path, summary)
         return summary
+
+
+class _Report:
+    """What metrics.jsonl and the progress bar say of the steps.
+
+    In the fused loop the metrics of a dispatch are fetched after the next one has begun, so that
+    the devices never wait for the host.
+
+    Attributes:
+      last: the last step that was reported.
+      broken: how many steps in a row, up to it, had no finite gradient.
+    """
+
+    def __init__(self, config: TrainConfig, workdir: Path, step: int):
+        self._config, self._fused = config, config.fused_steps > 0
+        self._writer = MetricsWriter(workdir, step)
+        self._bar = tqdm(total=config.steps, initial=step, desc="GSPO", unit="step", mininterval=1)
+        self._pending: tuple[int, Metrics, Clock, float] | None = None
+        self._finished = time.perf_counter()
+        self.last, self.broken = step - 1, 0
+
+    def __enter__(self) -> "_Report":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.close()
+        self._writer.close()
+
+    def heldout(self, step: int, scores: Scores, clock: Clock) -> None:
+        """Writes held-out scores of the state after `step` steps."""
+        values = {f"heldout/{task}/{k}": v for task, ks in scores.items() for k, v in ks.items()}
+        self._writer.write(step, values | clock.values())
+
+    def later(self, step: int, metrics: Metrics, clock: Clock) -> None:
+        """Takes the metrics of the steps from `step` on, stacked, and reports those before."""
+        new = step, metrics, clock, time.perf_counter()
+        self.flush()
+        self._pending = new
+        if not self._fused:
+            self.flush()
+
+    def flush(self) -> None:
+        """Reports what was taken, waiting for the devices."""
+        if self._pending is None:
+            return
+        (first, metrics, clock, begun), self._pending = self._pending, None
+        stacked = resolve_stacked(metrics)
+        now = time.perf_counter()
+        if self._fused:
+            clock.seconds["step"] = (now - max(begun, self._finished)) / len(stacked)
+        self._finished = now
+        for step, values in enumerate(stacked, first):
+            self._write(step, values, clock)
+
+    def _write(self, step: int, values: dict[str, float], clock: Clock) -> None:
+        r, seconds = self._config.rollout, clock.seconds
+        responses = r.prompts * r.group_size
+        tokens = values["response_length"] * responses
+        values["slot_use"] /= min(r.slots, responses)
+        for name, phase in {"rollout_": "rollout", "update_": "update", "": "step"}.items():
+            if phase in seconds:  # a saved rollout took no time
+                values[f"{name}tokens_per_s"] = tokens / seconds[phase]
+        self._writer.write(step, values | clock.values())
+        self._bar.update()
+        # Where every reward is missing, these have no value.
+        reward = values.get("reward", math.nan)
+        clipped = values.get("clip_low", math.nan) + values.get("clip_high", math.nan)
+        self._bar.set_postfix(reward=f"{reward:.3f}", clip=f"{clipped:.2f}")
+        self.last = step
+        self.broken = self.broken + 1 if values["skipped_nonfinite"] == 1 else 0
 
 
 def _same_run(config: TrainConfig, workdir: Path) -> str:
@@ -251,10 +291,6 @@ def _evaluates(config: TrainConfig, step: int) -> bool:
     return step in (0, config.steps) or (every > 0 and step % every == 0)
 
 
-def _heldout(scores: dict[str, dict[str, float]]) -> dict[str, float]:
-    return {f"heldout/{task}/{k}": v for task, kinds in scores.items() for k, v in kinds.items()}
-
-
 def _scores(workdir: Path, step: int) -> dict[str, dict[str, float]]:
     """The held-out scores that metrics.jsonl gives for a state."""
     scores: dict[str, dict[str, float]] = {}
@@ -264,25 +300,6 @@ def _scores(workdir: Path, step: int) -> dict[str, dict[str, float]]:
                 _, task, kind = name.split("/")
                 scores.setdefault(task, {})[kind] = value
     return scores
-
-
-def _saved_rollout(checkpoints: Checkpoints, step: int, sampler: Program, args: Any) -> Any:
-    """The rollout saved for the state of `step`, if a run was stopped between its two phases."""
-    target = sampler.shapes(*args)
-    saved = checkpoints.restore_rollout(step, target)
-    return None if saved is None else saved[0]
-
-
-def _log_samples(
-    workdir: Path, step: int, problems: Sequence[Any], texts: list[str], rewards: Any, host: Rollout
-) -> None:
-    """The responses of the first two groups, with their rewards."""
-    lines = [
-        sample_line(problems[i], texts[i], rewards[i])
-        | {"finished": bool(host.finished[i]), "tokens": int(host.mask[i].sum())}
-        for i in np.flatnonzero(host.groups < 2)
-    ]
-    write_lines(workdir / "samples" / f"train_{step:06d}.jsonl", lines)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -303,4 +320,4 @@ def main(argv: Sequence[str]) -> None:
 if __name__ == "__main__":
     flags.DEFINE_string("config", None, "an ml_collections file", required=True)
     flags.DEFINE_string("workdir", None, "where the run lives; made if absent", required=True)
-    cli.run(main, Diverged, CheckpointUnreadable)
+    cli.run(main, Diverged, RewardFailed, CheckpointUnreadable)

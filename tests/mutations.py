@@ -12,6 +12,7 @@ name them:
   7  empty responses, minibatches and steps that count
   8  gradients that depend on the micro-batch size
   9  a loss that lost its auxiliary loss, a mask or a metric
+  20 packed responses that are not what they are alone
 
 (9a, the token form without its stop-gradient, has no counterpart: there are no token advantages.)
 """
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
-GSPO, STEP = "gspo_jax/gspo.py", "gspo_jax/step.py"
+GSPO, STEP, LOGPS = "gspo_jax/gspo.py", "gspo_jax/step.py", "gspo_jax/logps.py"
 
 
 class Mutation(NamedTuple):
@@ -46,8 +47,8 @@ MUTATIONS = [
         "1",
         "ratio against the current pass",
         STEP,
-        "scored.logps, batch.old_logps, batch.trained",
-        "scored.logps, scored.logps, batch.trained",
+        "gspo(logps, old_logps, trained,",
+        "gspo(logps, logps, trained,",
         "test_step.py::test_item_01_only_the_first_minibatch_has_ratio_one",
     ),
     Mutation(
@@ -142,8 +143,8 @@ MUTATIONS = [
         "7",
         "responses without a reward in the denominator",
         STEP,
-        "jnp.maximum(minibatch.trained.any(-1).sum(), 1).astype(jnp.float32)",
-        "jnp.float32(minibatch.advantages.size)",
+        "trained = (micros.spans.length > 0) & ~micros.missing",
+        "trained = micros.spans.length > 0",
         "test_step.py::test_item_14_responses_without_a_reward_drop_out",
     ),
     Mutation(
@@ -166,9 +167,33 @@ MUTATIONS = [
         "8",
         "the last micro-batch alone",
         STEP,
-        "jax.tree.map(jnp.add, total, grads)",
-        "grads",
+        "return add(grads, new[0]),",
+        "return new[0],",
         "test_step.py::test_items_08_09_31_gradient_of_a_minibatch",
+    ),
+    Mutation(
+        "8",
+        "nothing learnt from the prompts",
+        STEP,
+        "jax.tree.map(jnp.add, grads, *read_back(to_prefix))",
+        "grads[0]",
+        "test_step.py::test_items_08_09_31_gradient_of_a_minibatch",
+    ),
+    Mutation(
+        "20",
+        "responses of a row that see each other",
+        LOGPS,
+        "own = before[None] & (rows.segments[:, :, None] == rows.segments[:, None, :])",
+        "own = before[None] & (rows.segments[:, :, None] > 0)",
+        "test_step.py::test_item_19_log_probabilities_are_those_of_the_next_token",
+    ),
+    Mutation(
+        "20",
+        "responses that see the other prompt of their row",
+        LOGPS,
+        "(mine[..., None] & read[:, None])",
+        "(mine[..., None].any(2, keepdims=True) & read[:, None])",
+        "test_step.py::test_item_19_log_probabilities_are_those_of_the_next_token",
     ),
     Mutation(
         "9",
@@ -190,15 +215,15 @@ MUTATIONS = [
         "9",
         "mask without the rewards that are missing",
         STEP,
-        "scored.logps, batch.old_logps, batch.trained",
-        "scored.logps, batch.old_logps, batch.mask",
+        "span_mask(micro.spans, logps.shape[1]) & ~missing[:, None]",
+        "span_mask(micro.spans, logps.shape[1])",
         "test_step.py::test_item_14_responses_without_a_reward_drop_out",
     ),
     Mutation(
         "9",
         "clipped tokens counted as sequences",
         STEP,
-        "weighted(clipped, tokens)",
+        "weighted(clipped, trained.sum(-1))",
         "weighted(clipped, present)",
         "test_step.py::test_item_36_ratio_and_clip_metrics",
     ),

@@ -6,6 +6,7 @@ import pytest
 from tiny import tiny_policy
 
 from gspo_jax.model.attention import causal
+from gspo_jax.model.moe import balance_loss
 from gspo_jax.sharding import to_devices
 
 rng = np.random.default_rng(0)
@@ -20,7 +21,7 @@ def policy(mesh):
 @jax.jit
 def forward(policy, tokens, positions, segments):
     hidden, _, routed = policy(tokens, positions, segments > 0, causal(segments))
-    return hidden, None if routed is None else routed.balance
+    return hidden, None if routed is None else balance_loss(routed.load)[:, :, 0]
 
 
 def hidden_states(policy, rows, width, starts=None):

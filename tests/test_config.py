@@ -80,7 +80,7 @@ def test_the_whole_step_of_every_config_type_checks_without_devices(path, mesh):
             functools.partial(update, config=config.update, optimizer=optimizer),
             state,
             rollout,
-            *scored,
+            scored,
         )
         assert types(after) == types(state)
 

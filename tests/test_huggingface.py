@@ -61,7 +61,7 @@ def test_token_logps_agree_with_transformers(mesh, reference):
     r, split = reference, 12
     ids, real = to_devices((r["input_ids"], r["attention_mask"] == 1), mesh)
     policy = load_policy(FIXTURE, read_config(FIXTURE))
-    scored = jax.jit(response_logps)(
+    scored, _ = jax.jit(response_logps)(
         policy, ids[:, :split], real[:, :split], ids[:, split:], real[:, split:]
     )
     expected = r["token_logprobs"][:, split - 1 :]

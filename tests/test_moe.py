@@ -209,13 +209,31 @@ def routing(experts, probs=None, num_experts=E):
     return moe.Routing(experts, gates, probs)
 
 
+def sequence_load(routing, valid):
+    """The load of rows that are one sequence each."""
+    return jax.tree.map(lambda x: x[:, 0], moe.segment_load(routing, valid, 1))
+
+
+def test_the_load_of_segments_is_that_of_their_tokens_alone():
+    """Also where segments lie in any order, and where one is empty."""
+    probs = jax.nn.softmax(rng.normal(size=(B, S, E)))
+    experts, segments = rng.integers(E, size=(B, S, 2)), rng.integers(0, 4, size=(B, S))
+    segments[segments == 2] = 1
+    packed = moe.segment_load(routing(experts, probs), jnp.array(segments), 3)
+    for segment in (1, 2, 3):
+        alone = sequence_load(routing(experts, probs), jnp.array(segments == segment))
+        mine = jax.tree.map(lambda x, s=segment: x[:, s - 1], packed)
+        assert_close(mine, alone)
+    assert not packed.tokens[:, 1].any() and packed.tokens[:, 0].all()
+
+
 def test_invalid_tokens_are_not_counted():
     probs = jnp.where(VALID[..., None], jax.nn.softmax(rng.normal(size=(B, S, E))), jnp.nan)
     experts = rng.integers(E, size=(B, S, 2))
-    counts = moe.expert_counts(jnp.array(experts, jnp.int32), jnp.array(VALID), E)
+    load = sequence_load(routing(experts, probs), jnp.array(VALID))
     expected = [np.bincount(experts[i][VALID[i]].ravel(), minlength=E) for i in range(B)]
-    np.testing.assert_array_equal(counts, expected)
-    loss = moe.balance_loss(routing(experts, probs), jnp.array(VALID))
+    np.testing.assert_array_equal(load.chosen, expected)
+    loss = moe.balance_loss(load)
     assert loss[0] == 0  # a sequence of pads
     for i in range(1, B):
         tokens = VALID[i].sum()
@@ -230,10 +248,10 @@ def test_balance_loss_is_k_when_experts_are_used_alike():
     valid = jnp.ones((2, 8), bool)
     for k in (1, 2, 4):
         experts = (np.arange(8)[:, None] + np.arange(k)) % E
-        loss = moe.balance_loss(routing(np.stack([experts, experts])), valid)
+        loss = moe.balance_loss(sequence_load(routing(np.stack([experts, experts])), valid))
         np.testing.assert_allclose(loss, k, rtol=1e-6)
     one = jax.nn.one_hot(jnp.full((2, 8), 3), E)  # and E when all use one
-    loss = moe.balance_loss(routing(np.full((2, 8, 1), 3), one), valid)
+    loss = moe.balance_loss(sequence_load(routing(np.full((2, 8, 1), 3), one), valid))
     np.testing.assert_allclose(loss, E, rtol=1e-6)
 
 
@@ -243,7 +261,7 @@ def test_balance_loss_of_a_sequence_does_not_depend_on_its_batch():
     @jax.jit
     @jax.value_and_grad
     def loss(router, x, valid):
-        return moe.balance_loss(moe.route(x, router, 2, True), valid).sum()
+        return moe.balance_loss(sequence_load(moe.route(x, router, 2, True), valid)).sum()
 
     x, router = jnp.float32(args["x"]), jnp.float32(args["router"])
     whole = loss(router, x, valid)
@@ -319,8 +337,8 @@ def test_dense_and_sparse_layers_run_in_order(mesh, variant, sparse):
     c = policy.config
     full = causal(valid.astype(jnp.int32))
 
-    def attend(q, k, v, cache, layer):  # counts the visits of each layer
-        return full(q, k, v, None, layer)[0], tuple(x.at[layer].add(1) for x in cache)
+    def attend(q, k, v, cache, layer, prefix):  # counts the visits of each layer
+        return full(q, k, v, None, layer, None)[0], tuple(x.at[layer].add(1) for x in cache)
 
     @jax.jit
     def scanned(policy):
@@ -338,7 +356,7 @@ def test_dense_and_sparse_layers_run_in_order(mesh, variant, sparse):
         routed = []
         for number, layer in enumerate(layers):
             assert (type(layer.ffn).__name__ == "ExpertFFN") == (number in sparse)
-            x, _, found = layer(x, positions, valid, full, None, number)
+            x, _, found = layer(x, positions, valid, 1, full, None, number, None)
             if number in sparse:
                 routed.append(found.experts)
         return rms_norm(x, policy.norm[...], c.norm_eps), routed
@@ -351,7 +369,7 @@ def test_dense_and_sparse_layers_run_in_order(mesh, variant, sparse):
     if not sparse:
         assert routed is None
     else:
-        assert routed.balance.shape == (len(sparse), 2)
+        assert routed.load.tokens.shape == (len(sparse), 2, 1)
         for found, wanted in zip(routed.experts, experts, strict=True):
             np.testing.assert_array_equal(np.array(found)[real], np.array(wanted)[real])
 
@@ -363,7 +381,7 @@ def gradient(policy, inputs, cotangent, weights):
     tokens, positions, valid = inputs
     hidden, _, routed = policy(tokens, positions, valid, causal(valid.astype(jnp.int32)))
     output = (jnp.where(valid[..., None], hidden, 0) * cotangent).sum()
-    return weights[0] * output + weights[1] * routed.balance.sum()
+    return weights[0] * output + weights[1] * moe.balance_loss(routed.load).sum()
 
 
 def gradient_arguments(mesh):

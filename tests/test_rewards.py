@@ -1,16 +1,18 @@
 """Text rewards, by property (gspo.md items 14, 23, 24)."""
 
 import logging as python_logging
+import sys
 
 import numpy as np
 import pytest
 
 from gspo_jax.data.reasoning import TaskSpec, generate
+from gspo_jax.rewards import load_function
 from gspo_jax.rewards.text import (
     extract_answer,
     reasoning_gym_reward,
     score,
-    shuffled,
+    shuffle,
     solved,
 )
 
@@ -93,12 +95,48 @@ def test_booleans_integers_and_numpy_numbers_are_numbers():
     np.testing.assert_array_equal(scores, [1, 0, 0.5, 2, 1, np.nan])
 
 
-def test_shuffled_keeps_the_rewards_and_loses_their_places():
+def test_shuffled_rewards_keep_their_distribution_and_lose_their_places():
     responses = [f"#{p.answer}" if i % 2 else "#" for i, p in enumerate(SUMS)]
-    true = reasoning_gym_reward(SUMS, responses)
-    control = shuffled(reasoning_gym_reward, seed=0)
-    permuted = control(SUMS, responses)
-    assert permuted == control(SUMS, responses)  # the same batch again: the same permutation
-    assert permuted != true and sorted(permuted) == sorted(true)
-    assert shuffled(reasoning_gym_reward, seed=1)(SUMS, responses) != permuted
-    assert control(SUMS, [*responses[:-1], "#no"])[:-1] != permuted[:-1]
+    true = score(reasoning_gym_reward, SUMS, responses)
+    permuted = shuffle(true, 0, SUMS, responses)
+    np.testing.assert_array_equal(permuted, shuffle(true, 0, SUMS, responses))  # repeated
+    assert (permuted != true).any() and sorted(permuted) == sorted(true)
+    assert (shuffle(true, 1, SUMS, responses) != permuted).any()
+    assert (shuffle(true, 0, SUMS, [*responses[:-1], "#no"]) != permuted).any()
+
+
+def test_a_function_is_loaded_by_its_name():
+    assert load_function("gspo_jax.rewards.text:reasoning_gym_reward") is reasoning_gym_reward
+    assert load_function("gspo_jax.data.reasoning:TaskSpec.config") is TaskSpec.config
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("mine", "must be 'package.module:function'"),
+        ("mine:", "must be 'package.module:function'"),
+        (":reward", "must be 'package.module:function'"),
+        ("absent:reward", "no module 'absent'; install it, or .* PYTHONPATH"),
+        ("absent.mine:reward", "no module 'absent'"),
+        ("mine.absent:reward", "no module 'mine.absent'"),
+        ("needy:reward", "importing needy failed: No module named 'needed'; install what it needs"),
+        ("broken:reward", "importing broken failed with ZeroDivisionError: division by zero"),
+        ("script:main", "importing script failed with SystemExit: usage"),
+        ("mine:rewards", "has no 'rewards'; it has reward"),
+        ("mine:reward.best", "has no 'reward.best'"),
+        ("mine:LIMIT", r"no function but 3 \(int\)"),
+    ],
+)
+def test_a_wrong_name_of_a_function_is_explained(name, message, tmp_path, monkeypatch):
+    modules = {
+        "mine": "LIMIT = 3\ndef reward(problems, responses): ...",
+        "needy": "import needed",
+        "broken": "1 / 0",
+        "script": "raise SystemExit('usage')",
+    }
+    for module, source in modules.items():
+        (tmp_path / f"{module}.py").write_text(source)
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=f"^train.reward={name!r}.*{message}"):
+        load_function(name, "train.reward")

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from tiny import tiny_policy
 
 from gspo_jax.logps import response_logps
 from gspo_jax.model.attention import causal
+from gspo_jax.prefix import read_prompts
 from gspo_jax.rollout import Rollout, SamplingConfig, draw, restrict, sample
 from gspo_jax.sharding import DATA, make_mesh, to_devices, to_host
 
@@ -61,10 +62,21 @@ def rollout(shape=(1, 1, 1), **options: Any) -> Rollout:
         return run(dataclasses.replace(CONFIG, **options))
 
 
+class Found(NamedTuple):
+    """What the scorer finds."""
+
+    logps: Any  # [B, R]
+    experts: Any  # [Ls, B, P + R - 1, k]
+
+
 @functools.partial(jax.jit, static_argnames="temperature")
 def scored(policy, rollout, temperature=1.0):
     r = rollout
-    return response_logps(policy, r.prompts, r.prompt_mask, r.responses, r.mask, temperature)
+    _, experts = read_prompts(policy, r.prompts, r.prompt_mask)
+    scored, _ = response_logps(policy, r.prompts, r.prompt_mask, r.responses, r.mask, temperature)
+    if experts is not None:
+        experts = jnp.concatenate([experts, scored.routed.experts], 2)
+    return Found(scored.logps, experts)
 
 
 def score(r: Rollout, policy: Any = None, temperature: float = 1.0):
@@ -238,7 +250,7 @@ def test_item_22_truncation_is_said_by_finished(mesh):
 def test_item_33_recorded_experts_are_the_scorers(mesh):
     """Of every input token, aligned with it under padding; -1 where there is none."""
     r = rollout()
-    expected = np.moveaxis(score(r).routed.experts, 0, 2)
+    expected = np.moveaxis(score(r).experts, 0, 2)
     inputs = np.concatenate([r.prompt_mask, r.mask[:, 1:]], 1)
     found = r.experts[:, : P + R - 1]
     assert len(np.unique(found[inputs])) == 8
@@ -319,7 +331,7 @@ def test_tokens_have_the_probabilities_of_the_policy(mesh):
         mesh,
     )
     logps = np.array(
-        jax.jit(lambda policy, *rows: response_logps(policy, *rows).logps)(policy, *rows)
+        jax.jit(lambda policy, *rows: response_logps(policy, *rows)[0].logps)(policy, *rows)
     )
     first = np.exp(logps[:, 0]).reshape(V, V)[:, 0]
     joint = np.exp(logps.sum(1)).reshape(V, V)

@@ -1,5 +1,6 @@
 """Score and update by property: exact where scoring meets training, invariant in how it is cut."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,17 +13,28 @@ import optax
 import oracle
 import pytest
 from jax.sharding import PartitionSpec as Spec
+from jax.sharding import reshard
 from tiny import tiny_policy
 
 from gspo_jax import step
+from gspo_jax.gspo import group_advantages
 from gspo_jax.metrics import highest, resolve
 from gspo_jax.model.attention import causal
+from gspo_jax.model.moe import balance_loss
 from gspo_jax.rollout import Rollout
-from gspo_jax.sharding import DATA, data_shards, make_mesh, round_robin, to_devices, to_host
+from gspo_jax.sharding import (
+    DATA,
+    data_shards,
+    make_mesh,
+    replicate,
+    round_robin,
+    to_devices,
+    to_host,
+)
 from gspo_jax.step import OptimizerConfig, UpdateConfig
 
-B, P, R, GROUP = 32, 8, 10, 4  # responses, prompt and response length, group size
-CONFIG = UpdateConfig(minibatches=2, micro_batch=8)
+B, P, R, GROUP = 64, 8, 10, 4  # responses, prompt and response length, group size
+CONFIG = UpdateConfig(minibatches=2, micro_batch=8, group_size=GROUP)
 ADAMW = OptimizerConfig(learning_rate=1e-2)
 FIRST = slice(0, B // 2)  # the rows of the first minibatch on one device
 SECOND = slice(B // 2, B)
@@ -38,10 +50,12 @@ def a_rollout(prompt_pad: int = 0, response_pad: int = 0) -> Rollout:
       prompt_pad, response_pad: columns of padding added, the same content otherwise.
     """
     rng = np.random.default_rng(0)
-    prompt_mask = np.arange(P) >= P - rng.integers(2, P + 1, B)[:, None]
+    groups = np.arange(B, dtype=np.int32) // GROUP
+    prompt_mask = np.arange(P) >= P - rng.integers(2, P + 1, B // GROUP)[groups, None]
     lengths = rng.integers(1, R + 1, B)
     lengths[:2] = 1, R
-    prompts, responses = (rng.integers(64, size=(B, n)).astype(np.int32) for n in (P, R))
+    prompts = rng.integers(64, size=(B // GROUP, P)).astype(np.int32)[groups]
+    responses = rng.integers(64, size=(B, R)).astype(np.int32)
     before, after = ((0, 0), (prompt_pad, 0)), ((0, 0), (0, response_pad))
     mask = np.pad(np.arange(R) < lengths[:, None], after)
     return Rollout(
@@ -50,7 +64,7 @@ def a_rollout(prompt_pad: int = 0, response_pad: int = 0) -> Rollout:
         responses=np.pad(responses, after),
         mask=mask,
         logps=np.zeros(mask.shape, np.float32),
-        groups=np.arange(B, dtype=np.int32) // GROUP,
+        groups=groups,
         finished=lengths < R,
         rewards=rng.random(B).astype(np.float32),
         iterations=np.int32(20),
@@ -64,10 +78,15 @@ def noise(mask: np.ndarray) -> np.ndarray:
     return np.where(mask, np.pad(noise, ((0, 0), (0, mask.shape[1] - R))), 0).astype(np.float32)
 
 
+def row_order() -> np.ndarray:
+    """The order in which rows lie on the current mesh: groups stay whole."""
+    order = round_robin(B // GROUP, data_shards(jax.sharding.get_mesh()))
+    return (order[:, None] * GROUP + np.arange(GROUP)).ravel()
+
+
 def place(rollout: Rollout) -> Rollout:
     """The rollout on the current mesh: a minibatch holds the same rows on every one."""
-    mesh = jax.sharding.get_mesh()
-    order = round_robin(B, data_shards(mesh))
+    mesh, order = jax.sharding.get_mesh(), row_order()
     rows = jax.tree.map(lambda x: x[order], rollout._replace(iterations=None))
     return to_devices(rows, mesh)._replace(iterations=jnp.int32(rollout.iterations))
 
@@ -83,11 +102,41 @@ def begin(policy, optimizer):
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def gradients(policy, rollout, old_logps, old_experts, number, config):
-    """step.minibatch_gradients of minibatch `number` of step.make_batch."""
-    batches = step.make_batch(rollout, old_logps, old_experts, config)
-    minibatch = jax.tree.map(lambda x: x[number], batches)
-    return step.minibatch_gradients(policy, minibatch, config)
+def gradients(policy, rollout, batches, number, config):
+    """step.minibatch_gradients of minibatch `number`."""
+    advantages = group_advantages(*replicate((rollout.rewards, rollout.groups)), B)
+    micros = step.micro_batches(batches, reshard(advantages, Spec(DATA)), rollout.rewards)
+    packed, micros = jax.tree.map(lambda x: x[number], (batches.packed, micros))
+    return step.minibatch_gradients(policy, packed, micros, config)
+
+
+def places(spans: Any) -> Any:
+    """(place in [M, J, B], start, length, row of the rollout) of every response."""
+    spans, order = to_host(spans), row_order()
+    shards = data_shards(jax.sharding.get_mesh())
+    share, width = B // spans.length.shape[0] // shards, spans.length.shape[2] // shards
+    for *at, n in np.argwhere(spans.length):
+        number, _, row = at
+        shard = order.reshape(shards, -1, share)[row // width, number]
+        at = tuple(at)
+        yield at, spans.start[at][n], spans.length[at][n], shard[spans.response[at][n]]
+
+
+def unpacked(values: Any, batches: step.Batches, width: int = R) -> np.ndarray:
+    """Values [M, J, B, C, ...] of tokens as [B, R, ...], 0 outside of the responses."""
+    values = to_host(values)
+    rows = np.zeros((B, width, *values.shape[4:]), values.dtype)
+    for at, start, length, row in places(batches.packed.spans):
+        rows[row, :length] = values[at][start : start + length]
+    return rows
+
+
+def repacked(rows: np.ndarray, batches: step.Batches) -> jax.Array:
+    """The inverse, NaN outside of the responses."""
+    values = np.full(batches.old_logps.shape, np.nan, np.float32)
+    for at, start, length, row in places(batches.packed.spans):
+        values[at][start : start + length] = rows[row, :length]
+    return to_devices(values, jax.sharding.get_mesh(), Spec(None, None, DATA))
 
 
 def assert_close(a: Any, b: Any, rtol: float = 0, atol: float = 1e-6) -> None:
@@ -110,34 +159,42 @@ class Setting(NamedTuple):
 
     policy: Any
     rollout: Rollout
-    old_logps: jax.Array
-    old_experts: jax.Array
+    batches: step.Batches
+
+    @property
+    def old_logps(self) -> np.ndarray:
+        """[B, R]."""
+        return unpacked(self.batches.old_logps, self.batches)
 
     def update(self, rewards: np.ndarray | None = None, state: Any = None, **replaced: Any):
         """State and metrics after two AdamW updates, from the start or from `state`."""
         if state is None:
             state = begin(self.policy, adamw(ADAMW))
-        args = self.with_rewards(rewards)._replace(**replaced)
+        _, *args = self.replaced(rewards, **replaced)
         state = jax.tree.map(jnp.copy, state)  # it is donated
-        state, metrics = updater(state, *args[1:], CONFIG, adamw(ADAMW))
+        state, metrics = updater(state, *args, CONFIG, adamw(ADAMW))
         return state, resolve(metrics)
 
     def gradients(self, number: int = 0, rewards: np.ndarray | None = None, **replaced: Any):
         """Gradients and metrics of one minibatch."""
-        args = self.with_rewards(rewards)._replace(**replaced)
-        grads, metrics, _ = gradients(*args, number, CONFIG)
+        grads, metrics, _ = gradients(*self.replaced(rewards, **replaced), number, CONFIG)
         return grads, resolve(metrics)
 
-    def with_rewards(self, rewards: np.ndarray | None) -> "Setting":
-        if rewards is None:
-            return self
-        return self._replace(rollout=self.rollout._replace(rewards=put(np.float32(rewards))))
+    def replaced(self, rewards: np.ndarray | None, **changes: Any) -> "Setting":
+        """With other rewards [B], old log-probabilities [B, R], or another field."""
+        new = self._replace(**{k: v for k, v in changes.items() if k != "old_logps"})
+        if rewards is not None:
+            new = new._replace(rollout=new.rollout._replace(rewards=put(np.float32(rewards))))
+        if "old_logps" in changes:
+            old_logps = repacked(changes["old_logps"], new.batches)
+            new = new._replace(batches=new.batches._replace(old_logps=old_logps))
+        return new
 
 
 @pytest.fixture
 def setting(mesh) -> Setting:
     policy, rollout = tiny_policy(num_layers=2), place(a_rollout())
-    return Setting(policy, rollout, *scorer(policy, rollout, CONFIG))
+    return Setting(policy, rollout, scorer(policy, rollout, CONFIG))
 
 
 def rewards_but(rows: slice, value: float) -> np.ndarray:
@@ -164,22 +221,23 @@ def keeper() -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def measured_update(state, rollout, old_logps, old_experts, config, optimizer):
+def measured_update(state, rollout, batches, config, optimizer):
     """step.update; also the largest difference of a token's new and old log-probability."""
-    score, loss, seen = step._score_micro, step.loss, []
+    score, loss, seen = step._score_rows, step.loss, []
 
     def remember(*args):
         seen.append(score(*args))
         return seen[-1]
 
-    def measure(policy, batch, *args):
-        total, (metrics, experts) = loss(policy, batch, *args)
-        gap = jnp.abs(jnp.where(batch.mask, seen[-1].logps - batch.old_logps, 0.0))
-        metrics.maxs["gap"] = highest(gap, batch.mask)
+    def measure(policy, prefix, prompt_mask, micro, *args):
+        total, (metrics, experts) = loss(policy, prefix, prompt_mask, micro, *args)
+        tokens = micro.rows.segments > 0
+        gap = jnp.abs(jnp.where(tokens, seen[-1].logps - micro.old_logps, 0.0))
+        metrics.maxs["gap"] = highest(gap, tokens)
         return total, (metrics, experts)
 
-    with mock.patch.multiple(step, _score_micro=remember, loss=measure):
-        return step.update(state, rollout, old_logps, old_experts, config, optimizer)
+    with mock.patch.multiple(step, _score_rows=remember, loss=measure):
+        return step.update(state, rollout, batches, config, optimizer)
 
 
 class Cut(NamedTuple):
@@ -189,6 +247,7 @@ class Cut(NamedTuple):
     micro_batch: int = 8
     chunk: int = 0
     pads: tuple[int, int] = (0, 0)
+    group_size: int = GROUP
     policy: tuple[tuple[str, Any], ...] = ()
 
 
@@ -200,6 +259,7 @@ CUTS = {
         shape=(2, 2, 2), policy=(("remat", True), ("unroll", 2))
     ),
     "micro-batches of 2, chunks of 5": Cut(micro_batch=2, chunk=5),
+    "a prompt read for each response": Cut(group_size=1),
     "pads, micro-batches of 16": Cut(pads=(20, 8), micro_batch=16),
 }
 OTHER_POLICIES = {
@@ -222,26 +282,28 @@ class Outcome(NamedTuple):
 def outcome(name: str) -> Outcome:
     """Scored and updated at learning rate 0 by two programs, the state donated."""
     cut = (CUTS | OTHER_POLICIES)[name]
-    config = UpdateConfig(minibatches=2, micro_batch=cut.micro_batch, logps_chunk=cut.chunk)
-    mesh = make_mesh(*cut.shape)
-    with jax.set_mesh(mesh):
+    config = UpdateConfig(
+        minibatches=2,
+        micro_batch=cut.micro_batch,
+        logps_chunk=cut.chunk,
+        group_size=cut.group_size,
+    )
+    with jax.set_mesh(make_mesh(*cut.shape)):
         host = a_rollout(*cut.pads)
         policy, rollout = tiny_policy(**({"num_layers": 2} | dict(cut.policy))), place(host)
         optimizer = keeper()
-        old_logps, old_experts = scorer(policy, rollout, config)
+        batches = scorer(policy, rollout, config)
         update: Callable[..., Any] = jax.jit(
             functools.partial(measured_update, config=config, optimizer=optimizer),
             donate_argnums=0,
         )
         state = jax.tree.map(jnp.copy, begin(policy, optimizer))  # it is donated
-        state, exact = update(state, rollout, old_logps, old_experts)
+        state, exact = update(state, rollout, batches)
         assert_same(state.policy, policy)
-        order = round_robin(B, data_shards(mesh))
-        moved = old_logps - to_devices(noise(host.mask)[order], mesh)
+        logps = unpacked(batches.old_logps, batches, host.mask.shape[1])
+        moved = batches._replace(old_logps=repacked(logps - noise(host.mask), batches))
         state = state._replace(opt_state=(jnp.int32(0), state.opt_state[1]))
-        state, metrics = update(state, rollout, moved, old_experts)
-        logps = np.empty(old_logps.shape, np.float32)
-        logps[order] = to_host(old_logps)
+        state, metrics = update(state, rollout, moved)
         return Outcome(
             resolve(exact),
             resolve(metrics),
@@ -286,7 +348,8 @@ def test_item_36_metrics_do_not_depend_on_the_cut(name):
     found, expected = outcome(name).metrics, outcome("one device").metrics
     assert 0.05 < expected["clip_low"] < 0.5 and 0.05 < expected["clip_high"] < 0.5
     assert found.keys() == expected.keys()
-    for key in found.keys() - {"gap_max"}:
+    # How many rows are visited, and which are re-scored at the end, is the cut itself.
+    for key in found.keys() - {"gap_max", "row_use", "expert_change_all"}:
         np.testing.assert_allclose(found[key], expected[key], rtol=1e-5, atol=1e-6, err_msg=key)
 
 
@@ -339,7 +402,8 @@ def reference(policy, tokens, lengths, rollout, old_logps, advantages, weights, 
             jnp.maximum(s, low) * advantages,
         )
         objective = (counted * objective).sum() / counted.sum()
-        balance = (counted * routed.balance.mean(0)).sum() / counted.sum()
+        balance = balance_loss(routed.load)[:, :, 0].mean(0)
+        balance = (counted * balance).sum() / counted.sum()
         return -weights[0] * objective + weights[1] * balance, (logps, entropy, s)
 
     grads, (logps, entropy, s) = jax.grad(loss, has_aux=True)(policy)
@@ -371,7 +435,7 @@ def plain(
 
 def perturbed(setting: Setting) -> np.ndarray:
     """Old log-probabilities that differ from the new ones."""
-    return to_host(setting.old_logps) - noise(a_rollout().mask)
+    return setting.old_logps - noise(a_rollout().mask)
 
 
 def test_item_19_log_probabilities_are_those_of_the_next_token(setting):
@@ -379,16 +443,17 @@ def test_item_19_log_probabilities_are_those_of_the_next_token(setting):
     for rows in (FIRST, SECOND):
         expected = plain(setting, rows, perturbed(setting), [1, 0])
         mask = a_rollout().mask[rows]
-        found = to_host(setting.old_logps)[rows]
+        found = setting.old_logps[rows]
         np.testing.assert_allclose(found[mask], np.array(expected.logps)[mask], rtol=0, atol=1e-5)
 
 
 def test_item_27_the_temperature_divides_the_logits(setting):
-    config = UpdateConfig(minibatches=2, micro_batch=8, temperature=0.7)
-    found, _ = scorer(setting.policy, setting.rollout, config)
+    config = dataclasses.replace(CONFIG, temperature=0.7)
+    batches = scorer(setting.policy, setting.rollout, config)
+    found = unpacked(batches.old_logps, batches)
     expected = plain(setting, FIRST, perturbed(setting), [1, 0], temperature=0.7)
     mask = a_rollout().mask[FIRST]
-    a, b = np.array(found)[FIRST][mask], np.array(expected.logps)[mask]
+    a, b = found[FIRST][mask], np.array(expected.logps)[mask]
     np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
 
 
@@ -396,7 +461,7 @@ def test_items_08_09_31_gradient_of_a_minibatch(setting):
     """Accumulated over micro-batches, it is that of the objective plus the balance loss, once."""
     old = perturbed(setting)
     for number, rows in enumerate((FIRST, SECOND)):
-        grads, _ = setting.gradients(number, old_logps=put(old))
+        grads, _ = setting.gradients(number, old_logps=old)
         expected = plain(setting, rows, old, [1, CONFIG.balance_coef])
         assert_close(grads, expected.grads, atol=2e-6)
 
@@ -417,11 +482,11 @@ def test_item_36_ratio_and_clip_metrics(setting):
     old, host = perturbed(setting), a_rollout()
     advantages = oracle.group_advantages(host.rewards, host.groups)
     for number, rows in enumerate((FIRST, SECOND)):
-        new = to_host(setting.old_logps)[rows]
+        new = setting.old_logps[rows]
         expected = oracle.gspo(new, old[rows], host.mask[rows], advantages[rows])
         edges = np.abs(expected.ratio[:, None] - [[1 - 3e-4, 1 + 4e-4]]).min()
         assert edges > 1e-6, "a ratio on the edge of the band proves nothing"
-        _, metrics = setting.gradients(number, old_logps=put(old))
+        _, metrics = setting.gradients(number, old_logps=old)
         tokens, clipped = host.mask[rows].sum(1), expected.low | expected.high
         wanted = {
             "objective": expected.value,
@@ -456,14 +521,11 @@ def test_item_21_the_content_of_pads_changes_nothing(setting):
         responses=jnp.where(rollout.mask, rollout.responses, 63),
         logps=jnp.where(rollout.mask, rollout.logps, jnp.nan),
     )
-    old_logps, _ = scorer(setting.policy, other, CONFIG)
-    assert_same(
-        jnp.where(rollout.mask, old_logps, 0), jnp.where(rollout.mask, setting.old_logps, 0)
-    )
-    old_logps = put(perturbed(setting))
-    expected = setting.gradients(old_logps=old_logps)
-    old_logps = jnp.where(rollout.mask, old_logps, jnp.nan)
-    assert_same(setting.gradients(rollout=other, old_logps=old_logps), expected)
+    batches = scorer(setting.policy, other, CONFIG)
+    assert_same(unpacked(batches.old_logps, batches), setting.old_logps)
+    old_logps = perturbed(setting)
+    found = setting.gradients(rollout=other, batches=batches, old_logps=old_logps)
+    assert_same(found, setting.gradients(old_logps=old_logps))
 
 
 def test_item_21_a_prompt_is_not_in_the_ratio(setting):
@@ -477,16 +539,16 @@ def test_item_14_responses_without_a_reward_drop_out(setting):
     """Whole groups of them: what they hold, and how they score, is without effect."""
     missing = slice(0, 2 * GROUP)
     rewards = rewards_but(missing, np.nan)
-    old = put(perturbed(setting))
+    old = perturbed(setting)
     grads, metrics = setting.gradients(rewards=rewards, old_logps=old)
-    expected = plain(setting, FIRST, np.array(old), [1, CONFIG.balance_coef], missing=missing)
+    expected = plain(setting, FIRST, old, [1, CONFIG.balance_coef], missing=missing)
     assert_close(grads, expected.grads, atol=2e-6)
     ratio = np.array(expected.ratio)[2 * GROUP :]
     np.testing.assert_allclose(metrics["ratio"], ratio.mean(), rtol=1e-6)
     np.testing.assert_allclose(metrics["ratio_max"], ratio.max(), rtol=1e-6)
     other = perturbed(setting)
     other[missing] = np.nan
-    assert_same(setting.gradients(rewards=rewards, old_logps=put(other)), (grads, metrics))
+    assert_same(setting.gradients(rewards=rewards, old_logps=other), (grads, metrics))
 
 
 # --- Updates -------------------------------------------------------------------------------------
@@ -527,11 +589,11 @@ def test_item_07_a_minibatch_without_signal_is_skipped_alone(setting):
     assert not np.array_equal(state.policy.head[...], setting.policy.head[...])
 
 
-def poisoned(setting: Setting, rows: list[int]) -> jax.Array:
+def poisoned(setting: Setting, rows: list[int]) -> np.ndarray:
     """Old log-probabilities with a NaN in the first token of some rows."""
-    old_logps = np.array(setting.old_logps)
+    old_logps = setting.old_logps
     old_logps[rows, 0] = np.nan
-    return put(old_logps)
+    return old_logps
 
 
 def test_non_finite_gradients_are_skipped_and_counted(setting):
@@ -546,23 +608,23 @@ def test_non_finite_gradients_are_skipped_and_counted(setting):
 
 def test_non_finite_gradients_everywhere_leave_every_bit(setting):
     state, _ = setting.update()
-    after, metrics = setting.update(state=state, old_logps=poisoned(setting, [3, 20]))
+    after, metrics = setting.update(state=state, old_logps=poisoned(setting, [3, B - 3]))
     assert_same(after, state)
     assert metrics["skipped_nonfinite"] == 1
     assert "grad_norm" not in metrics
 
 
-def changed(setting: Setting, policy: Any, rows: slice) -> float:
-    """1 - |experts before and after| / k over input tokens and layers, in NumPy."""
-    host = a_rollout()
-    valid = np.concatenate([host.prompt_mask, host.mask[:, 1:]], 1)
-    after = to_host(scorer(policy, setting.rollout, CONFIG)[1])
-    before = to_host(setting.old_experts)
+def changed(setting: Setting, policy: Any, rows: Any) -> float:
+    """1 - |experts before and after| / k over response inputs and layers, in NumPy."""
+    before, after = (
+        unpacked(np.moveaxis(to_host(found.old_experts), 4, 3), found)
+        for found in (setting.batches, scorer(policy, setting.rollout, CONFIG))
+    )
     fractions = [
-        1 - len(set(before[i, layer, t]) & set(after[i, layer, t])) / 2
-        for i in range(*rows.indices(B))
+        1 - len(set(before[i, t, layer]) & set(after[i, t, layer])) / 2
+        for i in rows
         for layer in range(2)
-        for t in np.flatnonzero(valid[i])
+        for t in np.flatnonzero(a_rollout().mask[i])
     ]
     return float(np.mean(fractions))
 
@@ -571,10 +633,11 @@ def test_item_37_expert_change(setting):
     """Across exactly one update, and across all of a rollout."""
     state, metrics = setting.update()
     after_one, _ = setting.update(rewards_but(SECOND, np.nan))
-    one = changed(setting, after_one.policy, SECOND)
+    one = changed(setting, after_one.policy, range(B // 2, B))
     assert one > 0.005
     np.testing.assert_allclose(metrics["expert_change_1"], one, rtol=1e-5)
-    every = changed(setting, state.policy, slice(0, CONFIG.micro_batch))
+    scored = [row for at, _, _, row in places(setting.batches.packed.spans) if at[:2] == (0, 0)]
+    every = changed(setting, state.policy, scored)
     assert every > 0.005
     np.testing.assert_allclose(metrics["expert_change_all"], every, rtol=1e-5)
 
@@ -591,8 +654,8 @@ def test_item_37_metrics_of_the_rollout(setting):
         "group_constant": 1 / (B / GROUP - 1),
         "response_length": host.mask.sum(1).mean(),
         "truncated": 1 - host.finished.mean(),
-        "sampler_gap": np.abs(to_host(setting.old_logps))[host.mask].mean(),  # sampler's are 0
-        "sampler_gap_max": np.abs(to_host(setting.old_logps))[host.mask].max(),
+        "sampler_gap": np.abs(setting.old_logps)[host.mask].mean(),  # sampler's are 0
+        "sampler_gap_max": np.abs(setting.old_logps)[host.mask].max(),
         "slot_use": host.mask.sum() / host.iterations,
     }
     for name, value in wanted.items():

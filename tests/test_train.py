@@ -14,9 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tiny import variety
 
 import gspo_jax.cold_start
 import gspo_jax.evaluate
+import gspo_jax.phases
 import gspo_jax.train
 from gspo_jax.checkpoint import Checkpoints
 from gspo_jax.cli import StopRequest
@@ -48,11 +50,6 @@ class Killed(BaseException):
     """Stands for the death of the process."""
 
 
-def variety(problems, responses):
-    """A reward that differs inside a group, whatever the policy."""
-    return [len(set(response)) / 12 for response in responses]
-
-
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory):
     return tmp_path_factory.mktemp("data")
@@ -69,6 +66,10 @@ def config(data_dir):
     return changed
 
 
+def _fields(function):
+    return tuple(sorted(getattr(function, "keywords", {}).items(), key=lambda item: item[0]))
+
+
 class Shared(Program):
     """Compiled once for all the runs that call the same function on arguments of the same types."""
 
@@ -76,7 +77,7 @@ class Shared(Program):
 
     def __init__(self, function, donate=()):
         super().__init__(function, donate)
-        self._function = function.func, tuple(function.keywords.items())
+        self._function = getattr(function, "func", function), *_fields(function)
 
     def __call__(self, *args):
         leaves, structure = jax.tree.flatten(args)
@@ -104,10 +105,11 @@ class Counted(Shared):
 
 @pytest.fixture(scope="module", autouse=True)
 def cheap():
-    """Runs share their programs, draw no curves, and have a reward that always teaches."""
+    """Runs share their programs and draw no curves."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (gspo_jax.train, gspo_jax.evaluate, gspo_jax.cold_start):
+        for module in (gspo_jax.phases, gspo_jax.evaluate, gspo_jax.cold_start):
             patch.setattr(module, "Program", Shared)
+        for module in (gspo_jax.train, gspo_jax.evaluate, gspo_jax.cold_start):
             patch.setattr(module, "make_optimizer", OPTIMIZER)  # equal configs, equal functions
         patch.setattr(
             gspo_jax.cold_start,
@@ -115,7 +117,6 @@ def cheap():
             lambda config, seed: initializer(config, seed, jax.sharding.get_mesh())(),
         )
         patch.setattr(gspo_jax.train, "plot_curves", lambda workdir: None)
-        patch.setattr(gspo_jax.train, "reasoning_gym_reward", variety)
         yield
     Shared._programs.clear()
 
@@ -139,15 +140,15 @@ def finished(config, tmp_path_factory, asked):
 
 def record_prompts(patch, asked, stop_at=None):
     """Notes every prompt of a training step; dies when step number `stop_at` asks for its."""
-    place = gspo_jax.train.place_prompts
+    lay = gspo_jax.phases.lay_prompts
 
     def noting(prompts, *args):
         if stop_at is not None and prompts[0].index == 8 * stop_at:
             raise Killed
         asked.extend(prompts)
-        return place(prompts, *args)
+        return lay(prompts, *args)
 
-    patch.setattr(gspo_jax.train, "place_prompts", noting)
+    patch.setattr(gspo_jax.phases, "lay_prompts", noting)
 
 
 def saved(workdir, config, step=None):
@@ -161,9 +162,9 @@ def saved(workdir, config, step=None):
 
 def metrics(workdir):
     """The lines of metrics.jsonl without what a clock measured."""
-    timed = ("seconds/", "compile_seconds/", "rollout_tokens_per_s", "update_tokens_per_s")
     lines = read_metrics(workdir / "metrics.jsonl")
-    return [{k: v for k, v in line.items() if not k.startswith(timed)} for line in lines]
+    timed = ("seconds/", "tokens_per_s")
+    return [{k: v for k, v in x.items() if not any(t in k for t in timed)} for x in lines]
 
 
 def samples(workdir):
@@ -303,7 +304,7 @@ def test_a_stopped_run_ends_as_if_it_had_not_been(
         train(config(), tmp_path)
     asked = []
     record_prompts(monkeypatch, asked)
-    monkeypatch.setattr(gspo_jax.train, "Program", Counted)
+    monkeypatch.setattr(gspo_jax.phases, "Program", Counted)
     Counted.calls.clear()
     train(config(), tmp_path)
     assert (Counted.calls.count("sample"), Counted.calls.count("update")) == (sampled, updated)
@@ -312,17 +313,17 @@ def test_a_stopped_run_ends_as_if_it_had_not_been(
 
 
 def test_a_terminated_run_saves_its_step_and_goes_on(config, finished, tmp_path, monkeypatch):
-    resolve = gspo_jax.train.resolve
+    resolve = gspo_jax.train.resolve_stacked
 
     def terminated(values):
         os.kill(os.getpid(), signal.SIGTERM)
         return resolve(values)
 
-    monkeypatch.setattr(gspo_jax.train, "resolve", terminated)
+    monkeypatch.setattr(gspo_jax.train, "resolve_stacked", terminated)
     with pytest.raises(Stopped, match="SIGTERM: stopped, with 1 of 4 steps saved in .*goes on"):
         train(config(), tmp_path)
     assert saved(tmp_path, config())[1] == 1
-    monkeypatch.setattr(gspo_jax.train, "resolve", resolve)
+    monkeypatch.setattr(gspo_jax.train, "resolve_stacked", resolve)
     train(config(), tmp_path)
     same_run(tmp_path, finished, config())
 
@@ -419,11 +420,8 @@ def test_shuffled_rewards_are_the_same_rewards_elsewhere(config, finished, tmp_p
     assert mean[0] == pytest.approx(mean[1], abs=1e-6)
 
 
-def test_a_step_without_any_reward_changes_nothing(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        gspo_jax.train, "reasoning_gym_reward", lambda problems, _: [None] * len(problems)
-    )
-    train(config("steps=1", "checkpoint.every=1"), tmp_path)
+def test_a_step_without_any_reward_changes_nothing(config, tmp_path):
+    train(config("steps=1", "checkpoint.every=1", "reward.text=tiny:silence"), tmp_path)
     line = metrics(tmp_path)[1]
     assert line["reward_missing"] == 1 and line["skipped_empty"] == 1 and "reward" not in line
     assert samples(tmp_path)["train_000000.jsonl"][0]["reward"] is None
@@ -436,12 +434,12 @@ def test_gradients_that_stay_non_finite_stop_the_run_with_an_intact_state(
     config, tmp_path, monkeypatch
 ):
     def poisoned(policy, rollout, config):
-        logps, experts = score(policy, rollout, config)
-        return logps * jnp.nan, experts
+        batches = score(policy, rollout, config)
+        return batches._replace(old_logps=batches.old_logps * jnp.nan)
 
     changes = config("checkpoint.every=9", "evaluation.every=0")
     with monkeypatch.context() as patch:
-        patch.setattr(gspo_jax.train, "score", poisoned)
+        patch.setattr(gspo_jax.phases, "score", poisoned)
         with pytest.raises(Diverged, match="steps 0 to 2: .* the state of step 3 .* lower optim"):
             train(changes, tmp_path)
     assert [line["skipped_nonfinite"] for line in metrics(tmp_path) if "reward" in line] == [1] * 3

@@ -44,3 +44,13 @@ def tiny_policy(seed: int = 0, **overrides: Any) -> Policy:
 
     shapes = jax.eval_shape(lambda: Policy(config, nnx.Rngs(0)))
     return jax.tree.map_with_path(draw, shapes)
+
+
+def variety(problems: Any, responses: list[str]) -> list[float]:
+    """A reward that differs inside a group, whatever the policy."""
+    return [len(set(response)) / 12 for response in responses]
+
+
+def silence(problems: Any, responses: list[str]) -> list[None]:
+    """A reward that judges nothing."""
+    return [None] * len(responses)

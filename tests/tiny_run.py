@@ -9,6 +9,7 @@ def get_config() -> ConfigDict:
         {
             "seed": 0,
             "steps": 4,
+            "fused_steps": 0,
             "init_from": "",
             "shuffle_rewards": False,
             "policy": {
@@ -47,6 +48,12 @@ def get_config() -> ConfigDict:
                 "response_length": 12,
                 "slots": 16,
                 "temperature": 1.0,
+            },
+            "reward": {
+                "text": "tiny:variety",
+                "tokens": "",
+                "workers": 0,
+                "timeout": 10.0,
             },
             "gspo": {
                 "clip_low": 3e-4,

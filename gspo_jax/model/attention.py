@@ -8,8 +8,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 # Keys and values of all layers, [L, ..., T, H] each.
 Cache = tuple[Array, Array]
-# attend(q, k, v, cache, layer) -> (context, cache): how a layer's queries meet keys and values.
-# The policy is the same for training, prefill and decoding; only this function differs.
+# attend(q, k, v, cache, layer, prefix) -> (context, cache): how a layer's queries meet keys and
+# values. The policy is the same for training, prompts and decoding; only this function differs.
 Attend = Callable[..., tuple[Array, Cache | None]]
 
 MASKED = -1e30  # finite, so that a row that sees nothing stays free of NaN
@@ -23,7 +23,7 @@ def rotate(
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = positions[:, :, None, None].astype(jnp.float32) * frequency[None, None, None]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+    a, b = jnp.split(x.astype(jnp.float32), 2, -1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
 
@@ -61,7 +61,7 @@ def causal(segments: Int[Array, "B S"]) -> Attend:
     same = segments[:, :, None] == segments[:, None, :]
     visible: Bool[Array, "B S S"] = before[None] & same & (segments > 0)[:, None, :]
 
-    def attend(q, k, v, cache, layer):
+    def attend(q, k, v, cache, layer, prefix):
         scores = grouped_scores(q, head_major(k))
         scores = jnp.where(visible[:, None, None], scores, MASKED)
         return grouped_context(jax.nn.softmax(scores, -1), head_major(v)), cache

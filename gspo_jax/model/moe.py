@@ -45,26 +45,45 @@ def route(
     return Routing(experts, gates, probs)
 
 
-def balance_loss(routing: Routing, valid: Bool[Array, "B S"]) -> Float[Array, " B"]:
+class Load(NamedTuple):
+    """What the tokens of a segment ask of the experts, summed over them; loads add up."""
+
+    chosen: Float[Array, "*lead E"]  # how often each expert was chosen; carries no gradient
+    probs: Float[Array, "*lead E"]  # router probabilities
+    tokens: Float[Array, "*lead"]
+
+
+def segment_load(
+    routing: Routing, segments: Integer[Array, "B S"] | Bool[Array, "B S"], count: int
+) -> Load:
+    """The load of each of `count` segments, [B, count, ...].
+
+    Args:
+      segments: of every token, 1 … count; 0 for a pad.
+    """
+    member = segments[..., None] == 1 + jnp.arange(count)[None, None]  # [B, S, count]
+    member = member.astype(jnp.float32)
+    num_experts = routing.probs.shape[-1]
+    chosen = jax.nn.one_hot(routing.experts, num_experts, dtype=jnp.float32).sum(-2)
+    # A pad's probabilities may be anything, NaN included.
+    probs = jnp.where(segments[..., None] > 0, routing.probs, 0.0)
+
+    def total(x):
+        return jnp.einsum("bsn,bse->bne", member, x, precision=lax.Precision.HIGHEST)
+
+    return Load(total(chosen), total(probs), member.sum(1))
+
+
+def balance_loss(load: Load) -> Float[Array, "*lead"]:
     """The load-balancing loss of each sequence, E * sum_e f_e P_e (Switch, arXiv 2101.03961).
 
-    f_e: choices of expert e per valid token (sums to k); P_e: mean router probability. It is k
-    when all experts are used alike. Per sequence, because the product is not linear in the batch:
+    f_e: choices of expert e per token (sums to k); P_e: mean router probability. It is k when all
+    experts are used alike. Per sequence, because the product is not linear in the batch:
     micro-batches and meshes then leave the gradient alone.
     """
-    num_experts = routing.probs.shape[-1]
-    tokens = jnp.maximum(valid.sum(-1), 1)[:, None]
-    chosen = expert_counts(routing.experts, valid, num_experts) / tokens
-    probs = jnp.where(valid[..., None], routing.probs, 0.0).sum(1) / tokens
-    return num_experts * (lax.stop_gradient(chosen) * probs).sum(-1)
-
-
-def expert_counts(
-    experts: Integer[Array, "*lead S k"], valid: Bool[Array, "*lead S"], num_experts: int
-) -> Float[Array, "*lead E"]:
-    """How often each expert was chosen by the valid tokens of a sequence."""
-    chosen = jax.nn.one_hot(experts, num_experts, dtype=jnp.float32).sum(-2)
-    return jnp.where(valid[..., None], chosen, 0.0).sum(-2)
+    tokens = jnp.maximum(load.tokens, 1.0)[..., None]
+    products = (load.chosen / tokens) * (load.probs / tokens)
+    return load.probs.shape[-1] * products.sum(-1)
 
 
 class Layout(NamedTuple):
@@ -154,6 +173,20 @@ def block_rows(choices: int, num_experts: int, implementation: str) -> int:
     return min(128, max(4, 2 ** round(math.log2(max(1, choices / num_experts / 2)))))
 
 
+def _owed(x, experts, gates, valid, gate, up, down, first, block):
+    """What the experts from number `first` on owe to the tokens x [B, S, D]."""
+    num_experts, k = gate.shape[0], experts.shape[-1]
+    mine = experts - first
+    here = valid[..., None] & (mine >= 0) & (mine < num_experts)
+    layout = lay_out(jnp.where(here, mine, num_experts).reshape(-1, k), num_experts, block)
+    rows = _scatter_tokens(x.reshape(-1, x.shape[-1]), layout)
+    hidden = jax.nn.silu(grouped_matmul(rows, gate, layout.sizes, block))
+    hidden = hidden * grouped_matmul(rows, up, layout.sizes, block)
+    rows = grouped_matmul(hidden, down, layout.sizes, block)
+    gates = jnp.where(here, gates, 0.0).reshape(-1, k).astype(x.dtype)
+    return jnp.einsum("tk,tkd->td", gates, _collect_rows(rows, layout)).reshape(x.shape)
+
+
 def mix_experts(
     x: Float[Array, "B S D"],
     routing: Routing,
@@ -170,26 +203,20 @@ def mix_experts(
     back; nothing is dropped and shapes are static. "tensor" splits F, "fsdp" splits D of the
     weights, which are gathered in the compute type.
     """
-    total_experts = gate.shape[0]
+    mesh = jax.sharding.get_abstract_mesh()
+    choices = routing.experts.size // mesh.shape["fsdp"]  # on a device, once gathered
+    block = block_rows(choices, gate.shape[0], implementation)
 
     def local(x, experts, gates, valid, gate, up, down):
+        if mesh.size == 1:  # a collective over one device is a copy on CPU
+            return _owed(x, experts, gates, valid, gate, up, down, 0, block)
         x, experts, gates, valid = (
             lax.all_gather(a, "expert", axis=0, tiled=True) for a in (x, experts, gates, valid)
         )
         gate, up = (lax.all_gather(w, "fsdp", axis=1, tiled=True) for w in (gate, up))
         down = lax.all_gather(down, "fsdp", axis=2, tiled=True)
-        num_experts, k = gate.shape[0], experts.shape[-1]
-        mine = experts - lax.axis_index("expert") * num_experts
-        here = valid[..., None] & (mine >= 0) & (mine < num_experts)
-        mine = jnp.where(here, mine, num_experts).reshape(-1, k)
-        block = block_rows(mine.size, total_experts, implementation)
-        layout = lay_out(mine, num_experts, block)
-        rows = _scatter_tokens(x.reshape(-1, x.shape[-1]), layout)
-        hidden = jax.nn.silu(grouped_matmul(rows, gate, layout.sizes, block))
-        hidden = hidden * grouped_matmul(rows, up, layout.sizes, block)
-        rows = grouped_matmul(hidden, down, layout.sizes, block)
-        gates = jnp.where(here, gates, 0.0).reshape(-1, k).astype(x.dtype)
-        out = jnp.einsum("tk,tkd->td", gates, _collect_rows(rows, layout)).reshape(x.shape)
+        first = lax.axis_index("expert") * gate.shape[0]
+        out = _owed(x, experts, gates, valid, gate, up, down, first, block)
         out = lax.psum(out, "tensor")
         return lax.psum_scatter(out, "expert", scatter_dimension=0, tiled=True)
 
@@ -199,4 +226,5 @@ def mix_experts(
         local,
         in_specs=(batch, batch, batch, batch, wide, wide, narrow),
         out_specs=batch,
+        check_vma=mesh.size > 1,
     )(x, routing.experts, routing.gates, valid, gate, up, down)

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as Spec
 from jax.sharding import reshard
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from gspo_jax.model import moe
 from gspo_jax.model.attention import Attend, Cache, rotate
@@ -85,10 +85,10 @@ class PolicyConfig:
 
 
 class Routed(NamedTuple):
-    """What the routers of the Ls sparse layers did with B sequences of S tokens."""
+    """What the routers of the Ls sparse layers did with B rows of S tokens."""
 
     experts: Int[Array, "Ls B S k"]
-    balance: Float[Array, "Ls B"]  # load-balancing loss of each layer and sequence
+    load: moe.Load  # of each segment, [Ls, B, segments, ...]
 
 
 def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], fan_in: int, spec: Spec) -> nnx.Param:
@@ -130,7 +130,7 @@ class Attention(nnx.Module):
         self.query_norm = _ones(layers, c.head_dim)
         self.key_norm = _ones(layers, c.head_dim)
 
-    def __call__(self, x, positions, attend: Attend, cache, layer):
+    def __call__(self, x, positions, attend: Attend, cache, layer, prefix):
         c = self.config
 
         def heads(weight, scale=None):
@@ -141,7 +141,7 @@ class Attention(nnx.Module):
             return reshard(y, Spec(DATA, None, c.head_axis))
 
         q, k = heads(self.query, self.query_norm), heads(self.key, self.key_norm)
-        context, cache = attend(q, k, heads(self.value), cache, layer)
+        context, cache = attend(q, k, heads(self.value), cache, layer, prefix)
         out = _use(self.out, x.dtype, "tensor", None, None)
         return jnp.einsum("bsnh,nhd->bsd", context, out, out_sharding=Spec(DATA)), cache
 
@@ -157,7 +157,7 @@ class DenseFFN(nnx.Module):
             rngs, (layers, f, d), f * config.residual_terms, Spec(None, "tensor", "fsdp")
         )
 
-    def __call__(self, x, valid):
+    def __call__(self, x, segments, count):
         wide = (None, "tensor")
         hidden = jax.nn.silu(x @ _use(self.gate, x.dtype, *wide)) * (
             x @ _use(self.up, x.dtype, *wide)
@@ -181,14 +181,14 @@ class ExpertFFN(nnx.Module):
         self.up = _normal(rngs, (layers, e, d, f), d, wide)
         self.down = _normal(rngs, (layers, e, f, d), f * c.residual_terms, narrow)
 
-    def __call__(self, x, valid):
+    def __call__(self, x, segments, count):
         c = self.config
         routing = moe.route(
             x, _use(self.router, jnp.float32, None, None), c.experts_per_token, c.norm_topk
         )
         weights = (w[...].astype(x.dtype) for w in (self.gate, self.up, self.down))
-        y = moe.mix_experts(x, routing, valid, *weights, c.grouped_matmul)
-        return y, Routed(routing.experts, moe.balance_loss(routing, valid))
+        y = moe.mix_experts(x, routing, segments > 0, *weights, c.grouped_matmul)
+        return y, Routed(routing.experts, moe.segment_load(routing, segments, count))
 
 
 class Block(nnx.Module):
@@ -201,12 +201,12 @@ class Block(nnx.Module):
         self.ffn_norm = _ones(layers, config.hidden_size)
         self.ffn = (ExpertFFN if sparse else DenseFFN)(config, layers, rngs)
 
-    def __call__(self, x, positions, valid, attend: Attend, cache, layer):
+    def __call__(self, x, positions, segments, count, attend: Attend, cache, layer, prefix):
         eps = self.config.norm_eps
         h = rms_norm(x, self.attention_norm[...], eps)
-        h, cache = self.attention(h, positions, attend, cache, layer)
+        h, cache = self.attention(h, positions, attend, cache, layer, prefix)
         x = x + h
-        h, routed = self.ffn(rms_norm(x, self.ffn_norm[...], eps), valid)
+        h, routed = self.ffn(rms_norm(x, self.ffn_norm[...], eps), segments, count)
         return x + h, cache, routed
 
 
@@ -229,17 +229,22 @@ class Policy(nnx.Module):
         self,
         tokens: Int[Array, "B S"],
         positions: Int[Array, "B S"],
-        valid: Bool[Array, "B S"],
+        segments: Integer[Array, "B S"] | Bool[Array, "B S"],
         attend: Attend,
         cache: Cache | None = None,
+        prefix: Cache | None = None,
+        count: int = 1,
     ) -> tuple[Float[Array, "B S D"], Cache | None, Routed | None]:
         """Hidden states after the last norm.
 
         Args:
           positions: rotary positions.
-          valid: tokens that count; the others are not routed and their output means nothing.
-          attend: how queries meet keys (see attention.py); it alone reads and writes `cache`.
+          segments: 1 … count, the sequence of its row that a token belongs to; 0 for a pad, which
+            is not routed and whose output means nothing.
+          attend: how queries meet keys (see attention.py); it alone knows `cache` and `prefix`.
           cache: what attend threads through the layers.
+          prefix: what attend reads, its leading axis the layers.
+          count: segments whose load on the experts is summed up.
 
         Returns:
           Hidden states, the cache, and what the routers did (None without sparse layers).
@@ -248,16 +253,20 @@ class Policy(nnx.Module):
         embedding = _use(self.embedding, c.dtype, None, None)
         x = embedding.at[tokens].get(out_sharding=Spec(DATA))
 
-        def one_layer(carry, block_and_layer):
-            block, layer = block_and_layer
-            x, cache, routed = block(carry[0], positions, valid, attend, carry[1], layer)
+        def one_layer(carry, inputs):
+            block, layer, prefix = inputs
+            x, cache, routed = block(
+                carry[0], positions, segments, count, attend, carry[1], layer, prefix
+            )
             return (x, cache), routed
 
         if c.remat:
             one_layer = jax.checkpoint(one_layer)
         first, routed = 0, []
         for block, (sparse, layers) in zip(self.stacks, c.stacks, strict=True):
-            xs = (block, jnp.arange(first, first + layers))
+            here = slice(first, first + layers)
+            read = jax.tree.map(lambda x, here=here: x[here], prefix)
+            xs = (block, jnp.arange(first, first + layers), read)
             (x, cache), ys = jax.lax.scan(one_layer, (x, cache), xs, unroll=min(c.unroll, layers))
             first += layers
             if sparse:

@@ -10,10 +10,9 @@ from numbers import Real
 
 import numpy as np
 from absl import logging
-from jaxtyping import Bool, Float, Float32, Int
+from jaxtyping import Bool, Float, Float32
 
 from gspo_jax.data.reasoning import Problem, score_answer
-from gspo_jax.data.tokenizers import Tokenizer
 
 RewardFn = Callable[[Sequence[Problem], Sequence[str]], Sequence[float | None]]
 
@@ -51,10 +50,15 @@ def reasoning_gym_reward(
     return rewards
 
 
-def score(
+def name_of(reward_fn: RewardFn) -> str:
+    """What messages call a reward function."""
+    return getattr(reward_fn, "__name__", repr(reward_fn))
+
+
+def checked(
     reward_fn: RewardFn, problems: Sequence[Problem], responses: Sequence[str]
 ) -> Float32[np.ndarray, " n"]:
-    """Rewards of `responses`, NaN where missing; one log message a batch counts the missing ones.
+    """Rewards of `responses`, NaN where missing.
 
     Raises ValueError when problems, responses and rewards differ in number (never broadcast) or a
     reward is infinite; TypeError when a reward is not a number.
@@ -62,7 +66,7 @@ def score(
     if len(problems) != len(responses):
         raise ValueError(f"{len(problems)} problems for {len(responses)} responses")
     rewards = reward_fn(problems, responses)
-    name = getattr(reward_fn, "__name__", repr(reward_fn))
+    name = name_of(reward_fn)
     if isinstance(rewards, str) or not isinstance(rewards, Sequence | np.ndarray):
         raise TypeError(f"{name} returned {rewards!r}; it must return one reward a response")
     if len(rewards) != len(responses):
@@ -75,9 +79,18 @@ def score(
             )
         if reward is not None and np.isinf(reward):
             raise ValueError(f"{name} returned {reward} for response {place}; it must be finite")
-    scores = np.array([np.nan if r is None else r for r in rewards], np.float32)
+    return np.array([np.nan if r is None else r for r in rewards], np.float32)
+
+
+def score(
+    reward_fn: RewardFn, problems: Sequence[Problem], responses: Sequence[str]
+) -> Float32[np.ndarray, " n"]:
+    """`checked` rewards; one log message a batch counts the missing ones."""
+    scores = checked(reward_fn, problems, responses)
     if missing := int(np.isnan(scores).sum()):
-        logging.warning("%s: %d of %d rewards are missing", name, missing, len(scores))
+        logging.warning(
+            "%s: %d of %d rewards are missing", name_of(reward_fn), missing, len(scores)
+        )
     return scores
 
 
@@ -86,32 +99,17 @@ def solved(scores: Float[np.ndarray, "..."]) -> Bool[np.ndarray, "..."]:
     return scores >= 1 - 1e-6
 
 
-def shuffled(reward_fn: RewardFn, seed: int) -> RewardFn:
-    """`reward_fn` with its rewards permuted across the batch: the control of an experiment.
+def shuffle(
+    rewards: Float32[np.ndarray, " n"],
+    seed: int,
+    problems: Sequence[Problem],
+    responses: Sequence[str],
+) -> Float32[np.ndarray, " n"]:
+    """The rewards permuted across the batch: the control of an experiment.
 
-    Rewards keep their distribution and lose their meaning, so a policy trained on them must not
+    They keep their distribution and lose their meaning, so a policy trained on them must not
     improve. The permutation is a function of `seed` and the batch: a resumed run repeats it.
     """
-
-    def shuffled_reward(
-        problems: Sequence[Problem], responses: Sequence[str]
-    ) -> list[float | None]:
-        rewards = reward_fn(problems, responses)
-        batch = repr([seed, [p.question for p in problems], list(responses)])
-        digest = hashlib.sha256(batch.encode()).digest()
-        order = np.random.default_rng(int.from_bytes(digest[:8])).permutation(len(rewards))
-        return [rewards[i] for i in order]
-
-    return shuffled_reward
-
-
-def judge(
-    reward_fn: RewardFn,
-    tokenizer: Tokenizer,
-    problems: Sequence[Problem],
-    responses: Int[np.ndarray, "n R"],
-    mask: Bool[np.ndarray, "n R"],
-) -> tuple[list[str], Float32[np.ndarray, " n"]]:
-    """The responses as text, and their rewards (see `score`)."""
-    texts = [tokenizer.decode(row[kept]) for row, kept in zip(responses, mask, strict=True)]
-    return texts, score(reward_fn, problems, texts)
+    batch = repr([seed, [p.question for p in problems], list(responses)])
+    digest = hashlib.sha256(batch.encode()).digest()
+    return rewards[np.random.default_rng(int.from_bytes(digest[:8])).permutation(len(rewards))]
