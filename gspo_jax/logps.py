@@ -132,13 +132,12 @@ def row_logps(
     visible = jnp.concatenate([context, own], -1)[:, None, None]
 
     def attend(q, k, v, cache, layer, prefix):
-        def seen(prompts, new):  # [Q, K, T, H] and [B, C, K, H] -> [B, K, u T + C, H]
-            old = jnp.swapaxes(take_rows(prompts, rows.prompts), 1, 2)
-            old = old.reshape(*old.shape[:2], -1, old.shape[-1])
-            return jnp.concatenate([old, head_major(new)], 2)
-
-        scores = jnp.where(visible, grouped_scores(q, seen(prefix[0], k)), MASKED)
-        return grouped_context(jax.nn.softmax(scores, -1), seen(prefix[1], v)), cache
+        k, v = head_major(k, v)
+        keys, values = (take_rows(x, rows.prompts) for x in prefix)  # [B, u, K, ...]
+        k = jnp.concatenate([*jnp.unstack(keys, axis=1), k], 3)
+        v = jnp.concatenate([*jnp.unstack(values, axis=1), v], 2)
+        scores = jnp.where(visible, grouped_scores(q, k), MASKED)
+        return grouped_context(jax.nn.softmax(scores, -1), v), cache
 
     hidden, _, routed = policy(
         rows.tokens, rows.positions, rows.segments, attend, prefix=prefix.cache, count=count

@@ -35,7 +35,7 @@ def plot_curves(workdir: str | Path) -> Path:
         (
             "Experts changed",
             "fraction of choices",
-            _series(expert_change_1="after one update", expert_change_all="after all updates"),
+            _series(expert_change_1="after one update", expert_change_last="in the last minibatch"),
         ),
         ("Gradient norm", "before clipping", _series(grad_norm="")),
     ]

@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as Spec
 from jaxtyping import Array, Bool, Int
@@ -16,16 +15,22 @@ from gspo_jax.sharding import DATA
 class Prefix(NamedTuple):
     """What Q prompts leave behind; floats only, so that gradients flow back through all of it."""
 
-    cache: attention.Cache  # keys and values [L, Q, K, T, H] of all tokens but the last, T = P - 1
+    cache: attention.Cache  # of all tokens but the last, T = P - 1; their batch axis is Q
     load: Load | None  # of the same tokens on the experts, [Ls, Q, 1, ...]
 
 
 def empty_cache(config: PolicyConfig, batch: tuple[int, ...], length: int) -> attention.Cache:
-    """Zeros [L, *batch, K, length, H]; the first batch axis is split over the data shards."""
-    shape = (config.num_layers, *batch, config.num_kv_heads, length, config.head_dim)
-    heads = (None,) * (len(batch) - 1) + (config.head_axis,)
-    zeros = jnp.zeros(shape, config.dtype, out_sharding=Spec(None, DATA, *heads))
-    return zeros, zeros
+    """Zeros for `length` tokens; the first batch axis is split over the data shards."""
+    c = config
+    spec = Spec(DATA, *(None,) * (len(batch) - 1), c.head_axis)
+
+    def zeros(*shape):
+        shape = *batch, c.num_kv_heads, *shape
+        if c.unrolled:
+            return [jnp.zeros(shape, c.dtype, out_sharding=spec)] * c.num_layers
+        return jnp.zeros((c.num_layers, *shape), c.dtype, out_sharding=Spec(None, *spec))
+
+    return zeros(c.head_dim, length), zeros(length, c.head_dim)
 
 
 def read_prompts(
@@ -40,8 +45,8 @@ def read_prompts(
 
     def attend(q, k, v, cache, layer, prefix):
         context, _ = full(q, k, v, None, layer, None)
-        new = (attention.head_major(k), attention.head_major(v))
-        return context, jax.tree.map(lambda c, x: c.at[layer].set(x), cache, new)
+        new = zip(cache, attention.head_major(k, v), strict=True)
+        return context, tuple(attention.write(c, layer, x, (0,) * 4) for c, x in new)
 
     positions = jnp.maximum(jnp.cumsum(mask, 1) - 1, 0)
     cache = empty_cache(policy.config, tokens.shape[:1], tokens.shape[1])

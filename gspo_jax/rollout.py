@@ -3,7 +3,8 @@
 Continuous batching inside XLA. Each data shard has a queue of its responses and fewer SLOTS than
 responses; a slot whose response ends takes the next one. All slots of all shards advance together,
 one token an iteration, so their key/value caches form a RING with one write index, t mod R: an
-in-place update. An entry is visible to a slot when it is no older than the slot's response.
+in-place update. An entry is visible to a slot when it is no older than the slot's response. When
+the queues are empty and half of the slots idle, the loop goes on in half as many.
 
 The first input of a response is the last prompt token; the prompt cache holds the others, once per
 prompt. Per-shard arrays carry a leading shard axis ([Z, slots], Z shards), which the policy sees as
@@ -11,6 +12,7 @@ its batch axis and the slots as its sequence axis.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -19,7 +21,7 @@ from jax.sharding import PartitionSpec as Spec
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
 from gspo_jax.model import attention
-from gspo_jax.model.transformer import Policy
+from gspo_jax.model.transformer import Policy, layer_by_layer
 from gspo_jax.prefix import empty_cache, read_prompts
 from gspo_jax.sharding import DATA, data_shards
 
@@ -37,6 +39,7 @@ class SamplingConfig:
     top_k: int = 0  # evaluation only; 0: off
     top_p: float = 1.0  # evaluation only
     record_experts: bool = False
+    shrinks: bool = True  # fewer slots for the last responses
 
 
 class Rollout(NamedTuple):
@@ -51,7 +54,12 @@ class Rollout(NamedTuple):
     finished: Bool[Array, " B"]  # ended by an end id; False: cut at R tokens
     rewards: Float[Array, " B"]  # NaN: missing
     iterations: Int[Array, ""]  # of the decode loop
+    slot_steps: Int[Array, ""]  # slots that they visited, idle ones included
     experts: Int[Array, "B S Ls k"] | None = None  # of the P + R - 1 input tokens; -1: no input
+
+
+# Tokens that are forced, such as a tool's output: (response, position, token) -> token, by slot.
+Override = Callable[[Array, Array, Array], Array]
 
 
 class _Loop(NamedTuple):
@@ -62,12 +70,18 @@ class _Loop(NamedTuple):
     response: Int[Array, "Z slots"]  # in [0, n); n or more: idle
     position: Int[Array, "Z slots"]  # of the token to be sampled
     token: Int[Array, "Z slots"]  # the input
-    cache: attention.Cache  # keys and values, [L, Z, slots, K, R, H]
+    cache: attention.Cache  # their batch axes are Z and slots, their time is the ring
     responses: Int[Array, "Z n R"]
     logps: Float[Array, "Z n R"]
     lengths: Int[Array, "Z n"]
     finished: Bool[Array, "Z n"]
     experts: Int[Array, "Z n R Ls k"] | None
+
+
+def widths(slots: int) -> list[int]:
+    """The numbers of slots in which a rollout is decoded: halved at its end, twice at most, and
+    not below 16, where little is won and each one is compiled."""
+    return [slots] + [slots // d for d in (2, 4) if slots % d == 0 and slots // d >= 16]
 
 
 def _take(rows: Shaped[Array, "Z n *rest"], index: Int[Array, "Z slots"]) -> Array:
@@ -76,14 +90,22 @@ def _take(rows: Shaped[Array, "Z n *rest"], index: Int[Array, "Z slots"]) -> Arr
 
 
 def compute_copy(policy: Policy) -> Policy:
-    """The policy in its compute dtype, cast once and not once a token; norms and routers stay."""
+    """The policy in its compute dtype, cast once and not once a token; norms and routers stay.
+
+    No gradient goes through it, so that experts may be served in passes where that is faster.
+    """
     dtype = policy.config.dtype
 
     def cast(path, x):
         keep = any("norm" in str(part) or "router" in str(part) for part in path)
         return x if keep else x.astype(dtype)
 
-    return jax.tree_util.tree_map_with_path(cast, policy)
+    policy = jax.tree_util.tree_map_with_path(cast, policy)
+    c = policy.config
+    if not c.unrolled:
+        return policy
+    passes = jax.default_backend() == "cpu" and c.grouped_matmul == "auto"
+    return layer_by_layer(policy, grouped_matmul="passes" if passes else c.grouped_matmul)
 
 
 def decode_attention(
@@ -101,13 +123,17 @@ def decode_attention(
 
     def attend(q, k, v, cache, layer, prefix):
         # What a broken response leaves behind must not reach the slot's next one as 0 * NaN.
-        new = (jnp.where(jnp.isfinite(x), x, 0) for x in (k, v))
-        cache = tuple(c.at[layer, :, :, :, entry].set(x) for c, x in zip(cache, new, strict=True))
-        parts = [(_take(p, prompt), c[layer]) for p, c in zip(prefix, cache, strict=True)]
-        (prompt_keys, keys), (prompt_values, values) = parts
+        k, v = (jnp.where(jnp.isfinite(x), x, 0) for x in (k, v))
+        cache = (
+            attention.write(cache[0], layer, k[..., None], (0, 0, 0, 0, entry)),
+            attention.write(cache[1], layer, v[..., None, :], (0, 0, 0, entry, 0)),
+        )
+        cache = jax.lax.optimization_barrier(cache)
+        keys, values = (c[layer] for c in cache)
+        prompt_keys, prompt_values = (_take(x, prompt) for x in prefix)
         scores = [jax.vmap(attention.grouped_scores)(q[:, :, None], x) for x in (prompt_keys, keys)]
         scores = jnp.where(visible, jnp.concatenate(scores, -1), attention.MASKED)
-        weights = jnp.split(jax.nn.softmax(scores, -1), [prompt_keys.shape[-2]], -1)
+        weights = jnp.split(jax.nn.softmax(scores, -1), [prompt_keys.shape[-1]], -1)
         context = jax.vmap(attention.grouped_context)
         out = context(weights[0], prompt_values) + context(weights[1], values)
         return out[:, :, 0], cache
@@ -135,6 +161,7 @@ def draw(
     response: Int[Array, "Z slots"],
     position: Int[Array, "Z slots"],
     config: SamplingConfig,
+    override: Override | None = None,
 ) -> tuple[Int[Array, "Z slots"], Float[Array, "Z slots"]]:
     """A token and its log-probability for each slot.
 
@@ -151,8 +178,11 @@ def draw(
         token = jnp.argmax(logits + jax.vmap(jax.vmap(noise))(response, position), -1)
     else:
         token = jnp.argmax(logits, -1)
+    token = token.astype(jnp.int32)
+    if override is not None:
+        token = override(response, position, token)
     chosen = jnp.take_along_axis(logits, token[..., None], -1)[..., 0]
-    return token.astype(jnp.int32), chosen - jax.nn.logsumexp(logits, -1)
+    return token, chosen - jax.nn.logsumexp(logits, -1)
 
 
 def sample(
@@ -162,6 +192,7 @@ def sample(
     groups: Int[Array, " Q"],
     key: PRNGKeyArray,
     config: SamplingConfig,
+    override: Override | None = None,
 ) -> Rollout:
     """group_size responses to every prompt.
 
@@ -169,6 +200,8 @@ def sample(
       prompts, prompt_mask: left-padded, at least two columns; rows split evenly over data shards.
       groups: a number for each prompt, which names its group and seeds its randomness.
       key: the randomness of this step.
+      override: may replace the tokens that were drawn, given (response, position, token) of each
+        slot; response g * group_size + i is the i-th to the prompt of group g.
 
     Returns:
       A Rollout whose rewards are all missing; B = Q * group_size.
@@ -190,16 +223,13 @@ def sample(
         return jnp.repeat(to_shards(x), c.group_size, axis=1)
 
     prefix, prompt_experts = read_prompts(policy, prompts, prompt_mask)
-    prompt_cache = tuple(
-        x.reshape(
-            x.shape[0],
-            shards,
-            per_shard,
-            *x.shape[2:],
-            out_sharding=Spec(None, DATA, None, policy.config.head_axis),
-        )
-        for x in prefix.cache
-    )
+
+    def to_prompts(x):  # [..., Q, K, T, H] -> [..., Z, q, K, T, H]
+        lead = x.shape[:-4]
+        spec = Spec(*(None,) * len(lead), DATA, None, policy.config.head_axis)
+        return x.reshape(*lead, shards, per_shard, *x.shape[-3:], out_sharding=spec)
+
+    prompt_cache = jax.tree.map(to_prompts, prefix.cache)
     context_mask = to_shards(prompt_mask[:, :-1])
     prompt_lengths = to_shards(prompt_mask.sum(1))
     last_token = to_shards(prompts[:, -1])
@@ -221,7 +251,7 @@ def sample(
         hidden, cache, routed = policy(s.token, rotary, live, attend, s.cache, prompt_cache)
         logits = jax.sharding.reshard(policy.logits(hidden), Spec(DATA))
         ids = _take(response_ids, jnp.minimum(s.response, n - 1))
-        token, logp = draw(logits, key, ids, s.position, c)
+        token, logp = draw(logits, key, ids, s.position, c, override)
         ended = (token[..., None] == ends[None, None]).any(-1)
         done = live & (ended | (s.position == length - 1))
 
@@ -251,26 +281,48 @@ def sample(
             experts=experts,
         )
 
+    def compact(s: _Loop, slots: int) -> _Loop:
+        """The same in fewer slots, idle ones left behind."""
+        kept = jnp.argsort(s.response >= n, axis=1, stable=True)[:, :slots]
+
+        def take(x):
+            return jnp.take_along_axis(x, kept, 1)
+
+        def take_cache(x):
+            return _take(x, kept) if policy.config.unrolled else jax.vmap(_take, (0, None))(x, kept)
+
+        return s._replace(
+            response=take(s.response),
+            position=take(s.position),
+            token=take(s.token),
+            cache=jax.tree.map(take_cache, s.cache),
+        )
+
     first = full((slots,), 0, jnp.int32) + jnp.arange(slots, dtype=jnp.int32)[None]
     sparse, k = policy.config.num_sparse_layers, policy.config.experts_per_token
     record = c.record_experts and sparse > 0
-    end = jax.lax.while_loop(
-        lambda s: (s.response < n).any(),
-        body,
-        _Loop(
-            time=jnp.int32(0),
-            queue=full((), slots, jnp.int32),
-            response=first,
-            position=full((slots,), 0, jnp.int32),
-            token=_take(last_token, start(first)),
-            cache=empty_cache(policy.config, (shards, slots), length),
-            responses=full((n, length), c.pad_id, jnp.int32),
-            logps=full((n, length), 0.0, jnp.float32),
-            lengths=full((n,), 0, jnp.int32),
-            finished=full((n,), False, bool),
-            experts=full((n, length, sparse, k), -1, jnp.int32) if record else None,
-        ),
+    end = _Loop(
+        time=jnp.int32(0),
+        queue=full((), slots, jnp.int32),
+        response=first,
+        position=full((slots,), 0, jnp.int32),
+        token=_take(last_token, start(first)),
+        cache=empty_cache(policy.config, (shards, slots), length),
+        responses=full((n, length), c.pad_id, jnp.int32),
+        logps=full((n, length), 0.0, jnp.float32),
+        lengths=full((n,), 0, jnp.int32),
+        finished=full((n,), False, bool),
+        experts=full((n, length, sparse, k), -1, jnp.int32) if record else None,
     )
+    slot_steps = jnp.int32(0)
+    stages = widths(slots) if c.shrinks else [slots]
+    for width in stages:
+        end = compact(end, width) if width < slots else end
+        begun, fewer = end.time, width // 2 if width > stages[-1] else 0
+        end = jax.lax.while_loop(
+            lambda s, fewer=fewer: (s.response < n).sum(1).max() > fewer, body, end
+        )
+        slot_steps += (end.time - begun) * width * shards
     experts = None
     if record:
         context = jnp.moveaxis(prompt_experts, 0, 2)
@@ -286,5 +338,6 @@ def sample(
         finished=to_rows(end.finished),
         rewards=to_rows(full((n,), jnp.nan, jnp.float32)),
         iterations=end.time,
+        slot_steps=slot_steps,
         experts=experts,
     )

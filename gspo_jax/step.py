@@ -6,7 +6,6 @@ the number of sequences in the minibatch; so neither the packing nor the mesh ch
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -201,12 +200,9 @@ def loss(
     micro: _Micro,
     weight: Float[Array, ""],
     config: UpdateConfig,
-) -> tuple[Float[Array, ""], tuple[Metrics, Array | None]]:
-    """-J of Eq. 5 plus the load-balancing loss, both summed over sequences and divided by `weight`.
-
-    Returns:
-      The loss, and (metrics, the experts chosen).
-    """
+) -> tuple[Float[Array, ""], Metrics]:
+    """-J of Eq. 5 plus the load-balancing loss, both summed over sequences and divided by
+    `weight`; and metrics."""
     scored = _score_rows(policy, prefix, prompt_mask, micro.rows, config)
     logps, old_logps, entropy = (
         unpack(x, micro.spans) for x in (scored.logps, micro.old_logps, scored.entropy)
@@ -237,22 +233,22 @@ def loss(
         balance = jnp.where(present, balance, 0.0)
         total = total + config.balance_coef * balance.sum()
         metrics.sums["balance"] = weighted(balance, present)
-    return total / weight, (metrics, _expert_ids(policy, scored))
+        metrics.sums["expert_change"] = _expert_change(
+            _expert_ids(policy, scored), micro.old_experts, micro.rows.segments > 0
+        )
+    return total / weight, metrics
 
 
 def minibatch_gradients(
     policy: Policy, packed: Packed, micros: _Micro, config: UpdateConfig
-) -> tuple[Policy, Metrics, tuple[Array, Array] | None]:
-    """Gradients of a minibatch, accumulated over the micro-batches that hold responses.
+) -> tuple[Policy, Metrics]:
+    """Gradients and metrics of a minibatch, added up over the micro-batches that hold responses.
 
     Prompts are read once; what the responses ask of them is summed up and goes back at the end.
 
     Args:
       packed: of the minibatch.
       micros: its micro-batches, [J, ...].
-
-    Returns:
-      Gradients, metrics, and expert-change (sum, weight) against the old policy, or None.
     """
     trained = (micros.spans.length > 0) & ~micros.missing
     weight = jnp.maximum(trained.sum(), 1).astype(jnp.float32)
@@ -265,26 +261,16 @@ def minibatch_gradients(
 
     def one(number):
         micro = jax.tree.map(lambda x: x[number], micros)
-        grads, (metrics, experts) = gradients(
-            policy, prefix, packed.prompt_mask, micro, weight, config
-        )
-        changed = None
-        if experts is not None:
-            changed = _expert_change(experts, micro.old_experts, micro.rows.segments > 0)
-        return grads, metrics, changed
+        return gradients(policy, prefix, packed.prompt_mask, micro, weight, config)
 
     def accumulate(number, total):
-        (grads, metrics, changed), new = total, one(number)
-        add = functools.partial(jax.tree.map, jnp.add)
-        return add(grads, new[0]), merge(metrics, new[1]), add(changed, new[2])
+        (grads, metrics), (more, seen) = total, one(number)
+        return jax.tree.map(jnp.add, grads, more), merge(metrics, seen)
 
-    zeros = jax.tree.map(jnp.zeros_like, (policy, prefix))
-    _, metrics, changed = jax.eval_shape(one, 0)
-    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), changed)
-    start = zeros, empty_like(metrics), nothing
-    (grads, to_prefix), metrics, changed = jax.lax.fori_loop(0, packed.used, accumulate, start)
-    grads = jax.tree.map(jnp.add, grads, *read_back(to_prefix))
-    return grads, metrics, changed
+    _, metrics = jax.eval_shape(one, 0)
+    start = jax.tree.map(jnp.zeros_like, (policy, prefix)), empty_like(metrics)
+    (grads, to_prefix), metrics = jax.lax.fori_loop(0, packed.used, accumulate, start)
+    return jax.tree.map(jnp.add, grads, *read_back(to_prefix)), metrics
 
 
 def micro_batches(
@@ -318,26 +304,25 @@ def update(
     before = state.updates
 
     def one(state, minibatch):
-        packed, micros = minibatch
-        grads, metrics, changed = minibatch_gradients(state.policy, packed, micros, config)
-        if changed is not None:
-            once = state.updates == before + 1  # one update, skipped ones not counted
-            metrics.sums["expert_change_1"] = jax.tree.map(lambda x: x * once, changed)
+        number, packed, micros = minibatch
+        grads, metrics = minibatch_gradients(state.policy, packed, micros, config)
+        if "expert_change" in metrics.sums:
+            total, weight = metrics.sums.pop("expert_change")
+            for name, here in {
+                "expert_change_1": state.updates == before + 1,  # skipped ones do not count
+                "expert_change_last": number == config.minibatches - 1,
+            }.items():
+                metrics.sums[name] = total * here, weight * here
         there = (micros.spans.length > 0) & ~micros.missing
         signal = (micros.advantages != 0) & there
         state, applied = apply_gradients(state, grads, optimizer, signal.any())
         return state, merge(metrics, applied)
 
-    state, stacked = jax.lax.scan(one, state, (batches.packed, micros))
+    minibatches = jnp.arange(config.minibatches), batches.packed, micros
+    state, stacked = jax.lax.scan(one, state, minibatches)
     metrics = merge(reduce(stacked), _rollout_metrics(rollout, batches))
     metrics.sums["group_constant"] = _constant_groups(advantages, rewards, groups)
-    if batches.old_experts is not None:
-        packed, micro = jax.tree.map(lambda x: x[0], (batches.packed, micros))
-        rows, old = jax.tree.map(lambda x: x[0], (micro.rows, micro.old_experts))
-        prefix, _ = read_prompts(state.policy, packed.prompts, packed.prompt_mask)
-        scored = _score_rows(state.policy, prefix, packed.prompt_mask, rows, config)
-        experts = _expert_ids(state.policy, scored)
-        metrics.sums["expert_change_all"] = _expert_change(experts, old, rows.segments > 0)
+    if batches.expert_counts is not None:
         metrics.sums |= _load_metrics(batches.expert_counts)
     return state, metrics
 
@@ -409,7 +394,7 @@ def _rollout_metrics(rollout: Rollout, batches: Batches) -> Metrics:
             "row_use": (tokens.sum().astype(jnp.float32), visited.astype(jnp.float32)),
             "slot_use": (
                 lengths.sum().astype(jnp.float32),
-                rollout.iterations.astype(jnp.float32),
+                rollout.slot_steps.astype(jnp.float32),
             ),
         },
         maxs={"sampler_gap": highest(gap, tokens)},

@@ -176,7 +176,7 @@ MUTATIONS = [
         "nothing learnt from the prompts",
         STEP,
         "jax.tree.map(jnp.add, grads, *read_back(to_prefix))",
-        "grads[0]",
+        "grads",
         "test_step.py::test_items_08_09_31_gradient_of_a_minibatch",
     ),
     Mutation(

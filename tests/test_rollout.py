@@ -43,8 +43,8 @@ def prompts(extra: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 
 def policy_of(**overrides: Any):
-    """A tiny policy whose distributions are not flat."""
-    return tiny_policy(**({"num_layers": 2} | overrides))
+    """A tiny policy whose distributions are not flat, its layers unrolled."""
+    return tiny_policy(**({"num_layers": 2, "unroll": 2} | overrides))
 
 
 def run(config: SamplingConfig = CONFIG, policy: Any = None, seed: int = 0, extra: int = 0):
@@ -82,7 +82,7 @@ def scored(policy, rollout, temperature=1.0):
 def score(r: Rollout, policy: Any = None, temperature: float = 1.0):
     """The scorer's view of a rollout from the host."""
     policy = policy_of() if policy is None else policy
-    rows = to_devices(r._replace(iterations=None), jax.sharding.get_mesh())
+    rows = to_devices(r._replace(iterations=None, slot_steps=None), jax.sharding.get_mesh())
     return to_host(scored(policy, rows, temperature))
 
 
@@ -109,15 +109,15 @@ def test_items_27_and_30_the_samplers_log_probabilities_are_the_scorers(mesh, te
     [
         {"dense_layers": (0,), "tied": True},
         {"num_experts": 0, "num_kv_heads": 1},
+        {"unroll": 1},
     ],
-    ids=["a dense layer, tied", "no experts, one KV head"],
+    ids=["a dense layer, tied", "no experts, one KV head", "layers scanned"],
 )
 def test_item_35_other_policies(mesh, variant):
     policy = policy_of(**variant)
-    config = dataclasses.replace(CONFIG, record_experts="dense_layers" in variant)
-    r = run(config, policy)
+    r = run(CONFIG, policy)
     np.testing.assert_allclose(r.logps[r.mask], score(r, policy).logps[r.mask], rtol=0, atol=1e-5)
-    assert (r.experts is None) == ("dense_layers" not in variant)
+    assert (r.experts is None) == ("num_experts" in variant)
 
 
 def test_greedy_is_the_argmax_of_the_full_forward_pass(mesh):
@@ -161,6 +161,19 @@ def test_slots_are_refilled_at_once(slots):
     for length in r.mask.sum(1):
         free[free.argmin()] += length
     assert r.iterations == free.max()
+    assert r.slot_steps == free.max() * slots
+
+
+def test_fewer_slots_finish_the_last_responses(mesh):
+    """The same tokens, and every slot of a stage but the last is at least half in use."""
+    config = dataclasses.replace(CONFIG, slots=64, group_size=8)
+    found, expected = run(config), run(dataclasses.replace(config, shrinks=False))
+    for name in ("responses", "mask", "finished", "experts", "iterations"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), err_msg=name)
+    live = (found.mask.sum(1)[:, None] > np.arange(found.iterations)).sum(0)
+    width = np.where(live > 32, 64, np.where(live > 16, 32, 16))
+    assert (width == 16).any() and (width == 32).any()
+    assert found.slot_steps == width.sum() < expected.slot_steps == 64 * found.iterations
 
 
 @pytest.mark.parametrize("shape", SHAPES[1:])

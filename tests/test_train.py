@@ -234,7 +234,7 @@ def test_metrics_hold_every_step_and_its_timings(finished):
     assert [line["step"] for line in steps] == [0, 1, 2, 3]
     assert [line["step"] for line in lines if "heldout/chain_sum/avg8" in line] == [0, 2, 4]
     wanted = "ratio ratio_min ratio_max clip_low clip_high clip_tokens entropy response_length "
-    wanted += "truncated group_constant expert_change_1 expert_change_all sampler_gap slot_use "
+    wanted += "truncated group_constant expert_change_1 expert_change_last sampler_gap slot_use "
     wanted += "seconds/rollout seconds/reward seconds/score seconds/update rollout_tokens_per_s "
     wanted += "update_tokens_per_s"
     for line in steps:

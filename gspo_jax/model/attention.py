@@ -1,13 +1,15 @@
 """Attention: rotary positions, grouped queries, and the plain causal form."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-# Keys and values of all layers, [L, ..., T, H] each.
-Cache = tuple[Array, Array]
+# Keys [L, ..., K, H, T] and values [L, ..., K, T, H] of all layers: each the way it is multiplied.
+# Stacked, or a list of layers where these are unrolled.
+Cache = tuple[Array | list[Array], Array | list[Array]]
 # attend(q, k, v, cache, layer, prefix) -> (context, cache): how a layer's queries meet keys and
 # values. The policy is the same for training, prompts and decoding; only this function differs.
 Attend = Callable[..., tuple[Array, Cache | None]]
@@ -28,26 +30,37 @@ def rotate(
 
 
 def grouped_scores(
-    q: Float[Array, "B S N H"], k: Float[Array, "B K T H"]
+    q: Float[Array, "B S N H"], k: Float[Array, "B K H T"]
 ) -> Float[Array, "B K g S T"]:
     """Scaled dot products in float32; each KV head serves g = N / K query heads."""
     batch, steps, heads, size = q.shape
     kv_heads = k.shape[1]
     q = (q * size**-0.5).reshape(batch, steps, kv_heads, heads // kv_heads, size)
-    return jnp.einsum("bskgh,bkth->bkgst", q, k, preferred_element_type=jnp.float32)
+    # In the order of the product: CPU would otherwise copy all keys into another layout.
+    q = jnp.moveaxis(q, 1, 3)
+    return jnp.einsum("bkgsh,bkht->bkgst", q, k, preferred_element_type=jnp.float32)
 
 
 def grouped_context(
     weights: Float[Array, "B K g S T"], v: Float[Array, "B K T H"]
 ) -> Float[Array, "B S N H"]:
     """The weighted values, heads flattened again."""
-    out = jnp.einsum("bkgst,bkth->bskgh", weights.astype(v.dtype), v)
+    out = jnp.einsum("bkgst,bkth->bkgsh", weights.astype(v.dtype), v)
+    out = jnp.moveaxis(out, 3, 1)
     return out.reshape(*out.shape[:2], -1, out.shape[-1])
 
 
-def head_major(x: Float[Array, "B T K H"]) -> Float[Array, "B K T H"]:
-    """The layout of every cache: one contiguous [T, H] block per head."""
-    return jnp.swapaxes(x, 1, 2)
+def head_major(k: Float[Array, "B T K H"], v: Float[Array, "B T K H"]) -> tuple[Array, Array]:
+    """Keys [B, K, H, T] and values [B, K, T, H], as caches hold them."""
+    return jnp.moveaxis(k, 1, 3), jnp.swapaxes(v, 1, 2)
+
+
+def write(cache: Array | list[Array], layer: int | Array, x: Array, at: tuple) -> Any:
+    """The cache with x, of the rank of a layer, put into that layer with its corner at `at`."""
+    if not isinstance(cache, list):
+        return jax.lax.dynamic_update_slice(cache, x[None], (layer, *at))
+    new = jax.lax.dynamic_update_slice(cache[layer], x, at)
+    return [*cache[:layer], new, *cache[layer + 1 :]]
 
 
 def causal(segments: Int[Array, "B S"]) -> Attend:
@@ -62,8 +75,8 @@ def causal(segments: Int[Array, "B S"]) -> Attend:
     visible: Bool[Array, "B S S"] = before[None] & same & (segments > 0)[:, None, :]
 
     def attend(q, k, v, cache, layer, prefix):
-        scores = grouped_scores(q, head_major(k))
-        scores = jnp.where(visible[:, None, None], scores, MASKED)
-        return grouped_context(jax.nn.softmax(scores, -1), head_major(v)), cache
+        k, v = head_major(k, v)
+        scores = jnp.where(visible[:, None, None], grouped_scores(q, k), MASKED)
+        return grouped_context(jax.nn.softmax(scores, -1), v), cache
 
     return attend

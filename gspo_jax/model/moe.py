@@ -165,12 +165,53 @@ def grouped_matmul(
 
 
 def block_rows(choices: int, num_experts: int, implementation: str) -> int:
-    """Rows per block: 1 means `ragged_dot`. "auto" takes that everywhere but on CPU."""
+    """Rows per block: 1 means `ragged_dot`, 0 means passes, which have no gradient.
+
+    "auto" takes `ragged_dot` everywhere but on CPU.
+    """
     if implementation == "auto":
         implementation = "padded" if jax.default_backend() == "cpu" else "ragged"
-    if implementation == "ragged":
-        return 1
+    if implementation in ("ragged", "passes"):
+        return int(implementation == "ragged")
     return min(128, max(4, 2 ** round(math.log2(max(1, choices / num_experts / 2)))))
+
+
+def _swiglu(x: Array, gate: Array, up: Array, down: Array, matmul) -> Array:
+    return matmul(jax.nn.silu(matmul(x, gate)) * matmul(x, up), down)
+
+
+def _by_rows(x, mine, gates, gate, up, down, block):
+    """What each token [T, D] is owed: a row for each choice, all at once."""
+    layout = lay_out(mine, gate.shape[0], block)
+    rows = _scatter_tokens(x, layout)
+    rows = _swiglu(rows, gate, up, down, lambda x, w: grouped_matmul(x, w, layout.sizes, block))
+    return jnp.einsum("tk,tkd->td", gates, _collect_rows(rows, layout))
+
+
+def _in_passes(x, mine, gates, gate, up, down):
+    """The same, without a gradient: every expert serves as many choices at a time as it would serve
+    in all, were they spread evenly, twice over; most often that is all of them. No weight moves."""
+    num_experts, tokens, k = gate.shape[0], x.shape[0], mine.shape[1]
+    width = max(8, 2 * math.ceil(tokens * k / num_experts))
+    layout = lay_out(mine, num_experts, 1)
+    starts = jnp.cumsum(layout.sizes) - layout.sizes
+    routed = mine < num_experts
+    rank = layout.row - starts[jnp.where(routed, mine, 0)]
+
+    def serve(number, owed):
+        place = rank - number * width
+        now = routed & (place >= 0) & (place < width)
+        row = jnp.where(now, mine * width + place, num_experts * width)
+        choice = jnp.full(num_experts * width, tokens * k)
+        choice = choice.at[row.ravel()].set(jnp.arange(tokens * k), mode="drop")
+        rows = _take(x, choice // k).reshape(num_experts, width, -1)
+        rows = _swiglu(rows, gate, up, down, lambda x, w: jnp.einsum("end,edf->enf", x, w))
+        rows = _take(rows.reshape(num_experts * width, -1), row)
+        return owed + jnp.einsum("tk,tkd->td", gates, rows)
+
+    passes = -(-layout.sizes.max() // width)
+    nothing = jnp.zeros_like(x) + jnp.zeros_like(down[0, :1])  # it varies where the weights do
+    return lax.fori_loop(0, passes, serve, nothing)
 
 
 def _owed(x, experts, gates, valid, gate, up, down, first, block):
@@ -178,13 +219,10 @@ def _owed(x, experts, gates, valid, gate, up, down, first, block):
     num_experts, k = gate.shape[0], experts.shape[-1]
     mine = experts - first
     here = valid[..., None] & (mine >= 0) & (mine < num_experts)
-    layout = lay_out(jnp.where(here, mine, num_experts).reshape(-1, k), num_experts, block)
-    rows = _scatter_tokens(x.reshape(-1, x.shape[-1]), layout)
-    hidden = jax.nn.silu(grouped_matmul(rows, gate, layout.sizes, block))
-    hidden = hidden * grouped_matmul(rows, up, layout.sizes, block)
-    rows = grouped_matmul(hidden, down, layout.sizes, block)
+    mine = jnp.where(here, mine, num_experts).reshape(-1, k)
     gates = jnp.where(here, gates, 0.0).reshape(-1, k).astype(x.dtype)
-    return jnp.einsum("tk,tkd->td", gates, _collect_rows(rows, layout)).reshape(x.shape)
+    args = x.reshape(-1, x.shape[-1]), mine, gates, gate, up, down
+    return (_by_rows(*args, block) if block else _in_passes(*args)).reshape(x.shape)
 
 
 def mix_experts(

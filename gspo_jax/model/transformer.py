@@ -6,8 +6,9 @@ computes in `compute_dtype`. Weights are split over "fsdp" and "tensor" (experts
 """
 
 import dataclasses
+import functools
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,8 +46,8 @@ class PolicyConfig:
     max_positions: int = 32768
     compute_dtype: str = "float32"
     remat: bool = False
-    unroll: int = 1  # layers per iteration of the scan
-    grouped_matmul: str = "auto"  # "ragged", "padded"
+    unroll: int = 1  # layers per iteration of the scan; num_layers or more: no scan
+    grouped_matmul: str = "auto"  # "ragged", "padded"; without a gradient "passes"
 
     def is_sparse(self, layer: int) -> bool:
         """Whether a layer has experts."""
@@ -66,6 +67,12 @@ class PolicyConfig:
     def num_sparse_layers(self) -> int:
         """The number of layers with experts."""
         return sum(layers for sparse, layers in self.stacks if sparse)
+
+    @property
+    def unrolled(self) -> bool:
+        """Whether layers are a Python loop; caches are then lists of layers, else stacked arrays:
+        a layer of a stack must be copied out before it is read."""
+        return self.unroll >= self.num_layers
 
     @property
     def residual_terms(self) -> int:
@@ -150,6 +157,7 @@ class DenseFFN(nnx.Module):
     """SwiGLU."""
 
     def __init__(self, config: PolicyConfig, layers: int, rngs: nnx.Rngs):
+        self.config = config
         d, f = config.hidden_size, config.dense_width
         self.gate = _normal(rngs, (layers, d, f), d, Spec(None, "fsdp", "tensor"))
         self.up = _normal(rngs, (layers, d, f), d, Spec(None, "fsdp", "tensor"))
@@ -200,6 +208,11 @@ class Block(nnx.Module):
         self.attention = Attention(config, layers, rngs)
         self.ffn_norm = _ones(layers, config.hidden_size)
         self.ffn = (ExpertFFN if sparse else DenseFFN)(config, layers, rngs)
+
+    @property
+    def layers(self) -> int:
+        """How many there are."""
+        return self.attention_norm[...].shape[0]
 
     def __call__(self, x, positions, segments, count, attend: Attend, cache, layer, prefix):
         eps = self.config.norm_eps
@@ -253,23 +266,36 @@ class Policy(nnx.Module):
         embedding = _use(self.embedding, c.dtype, None, None)
         x = embedding.at[tokens].get(out_sharding=Spec(DATA))
 
-        def one_layer(carry, inputs):
-            block, layer, prefix = inputs
+        def one_layer(layer, carry, block, read):
             x, cache, routed = block(
-                carry[0], positions, segments, count, attend, carry[1], layer, prefix
+                carry[0], positions, segments, count, attend, carry[1], layer, read
             )
             return (x, cache), routed
 
-        if c.remat:
-            one_layer = jax.checkpoint(one_layer)
         first, routed = 0, []
-        for block, (sparse, layers) in zip(self.stacks, c.stacks, strict=True):
-            here = slice(first, first + layers)
-            read = jax.tree.map(lambda x, here=here: x[here], prefix)
-            xs = (block, jnp.arange(first, first + layers), read)
-            (x, cache), ys = jax.lax.scan(one_layer, (x, cache), xs, unroll=min(c.unroll, layers))
+        for block in self.stacks:
+            layers = block.layers
+            if c.unrolled:
+                ys = []
+                for layer, part in enumerate(_unstack(block), first):
+                    read = jax.tree.map(lambda x, i=layer: x[i], prefix, is_leaf=_is_list)
+                    here = functools.partial(one_layer, layer)
+                    here = jax.checkpoint(here) if c.remat else here
+                    (x, cache), y = here((x, cache), part, read)
+                    ys.append(y)
+                ys = jax.tree.map(lambda *y: jnp.stack(y), *ys)
+            else:
+                read = jax.tree.map(lambda x, at=first, n=layers: x[at : at + n], prefix)
+                inputs = jnp.arange(first, first + layers), block, read
+                here = jax.checkpoint(one_layer) if c.remat else one_layer
+                (x, cache), ys = jax.lax.scan(
+                    lambda carry, inputs, f=here: f(inputs[0], carry, *inputs[1:]),
+                    (x, cache),
+                    inputs,
+                    unroll=min(c.unroll, layers),
+                )
             first += layers
-            if sparse:
+            if ys is not None:
                 routed.append(ys)
         joined = jax.tree.map(lambda *a: jnp.concatenate(a), *routed) if routed else None
         return rms_norm(x, self.norm[...], c.norm_eps), cache, joined
@@ -279,6 +305,34 @@ class Policy(nnx.Module):
         weight = self.embedding if self.config.tied else self.head
         head = _use(weight, hidden.dtype, "tensor", None)
         return jnp.einsum("bsd,vd->bsv", hidden, head, preferred_element_type=jnp.float32)
+
+
+def _is_list(x: Any) -> bool:
+    return isinstance(x, list)
+
+
+def _unstack(block: Block) -> list[Block]:
+    """The layers of a block, one by one."""
+    leaves, structure = jax.tree.flatten(block)
+    return [structure.unflatten(layer) for layer in zip(*map(jnp.unstack, leaves), strict=True)]
+
+
+def layer_by_layer(policy: Policy, **changes: Any) -> Policy:
+    """The same weights, each layer a stack of its own: in a loop that does not change them they are
+    then cut apart once.
+
+    Args:
+      changes: fields of PolicyConfig by which experts compute.
+    """
+    split = jax.tree.map(lambda w: w, policy)
+    split.stacks = nnx.List(
+        jax.tree.map(lambda w, i=i: w[i : i + 1], block)
+        for block in policy.stacks
+        for i in range(block.layers)
+    )
+    for block in split.stacks:
+        block.ffn.config = dataclasses.replace(policy.config, **changes)
+    return split
 
 
 def init_policy(config: PolicyConfig, seed: int) -> Policy:
