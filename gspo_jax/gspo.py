@@ -83,6 +83,7 @@ def bounded_ratio(log_ratio: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
+@jax.named_scope("clip")
 def clipped_objective(
     log_ratio: Float[Array, "*shape"], advantages: Float[Array, "*shape"], clip: ClipRange
 ) -> tuple[Float[Array, "*shape"], Bool[Array, "*shape"], Bool[Array, "*shape"]]:

@@ -243,6 +243,7 @@ def sample(
     def start(response):  # the prompt a slot's response belongs to, 0 for an idle slot
         return jnp.where(response < n, response // c.group_size, 0)
 
+    @jax.named_scope("decode")
     def body(s: _Loop) -> _Loop:
         live = s.response < n
         prompt = start(s.response)

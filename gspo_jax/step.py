@@ -93,7 +93,8 @@ def apply_gradients(
     """
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm)
-    change, opt_state = optimizer.update(grads, state.opt_state, state.policy)
+    with jax.named_scope("optimizer"):
+        change, opt_state = optimizer.update(grads, state.opt_state, state.policy)
     new = TrainState(optax.apply_updates(state.policy, change), opt_state, state.updates + 1)
     state = jax.tree.map(lambda a, b: jnp.where(finite & wanted, a, b), new, state)
     metrics = Metrics(

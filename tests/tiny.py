@@ -1,8 +1,14 @@
 """A policy small enough for every test, with all the parts of a big one."""
 
+import itertools
+import json
+import os
+import signal
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -54,3 +60,25 @@ def variety(problems: Any, responses: list[str]) -> list[float]:
 def silence(problems: Any, responses: list[str]) -> list[None]:
     """A reward that judges nothing."""
     return [None] * len(responses)
+
+
+_calls = itertools.count(1)
+
+
+def witnessed(problems: Any, responses: list[str]) -> list[float]:
+    """`variety`, and a note for $WITNESS/<process> of what this process judges.
+
+    A process dies of its n-th call where $FATAL is "<process>:<n>".
+    """
+    process = os.environ.get("JAX_PROCESS_ID", "0")
+    if os.environ.get("FATAL") == f"{process}:{next(_calls)}":
+        os.kill(os.getpid(), signal.SIGKILL)
+    with (Path(os.environ["WITNESS"]) / process).open("a") as file:
+        for problem, response in zip(problems, responses, strict=True):
+            file.write(json.dumps([problem.question, response]) + "\n")
+    return variety(problems, responses)
+
+
+def length_of(tokenizer: Any) -> Any:
+    """A reward of tokens: how long a response is."""
+    return lambda responses, mask, answers, answer_mask: mask.mean(1, dtype=jnp.float32)
