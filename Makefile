@@ -5,7 +5,7 @@ PYTHON := .venv/bin/python
 WORKDIR ?= runs/quickstart
 SEED ?= 1
 
-.PHONY: quickstart control test test-slow lint lock clean
+.PHONY: quickstart control test test-slow bench bench-peers kills lint lock clean
 
 quickstart: .venv/installed  ## cold start, GSPO, evaluation: a table in at most ten minutes
 	$(PYTHON) -m gspo_jax.train --config=configs/quickstart.py --workdir=$(WORKDIR) --config.seed=$(SEED)
@@ -17,8 +17,17 @@ control: .venv/installed  ## the same with shuffled rewards: nothing must be lea
 test: .venv/installed lint  ## all checks, under 20 minutes on 2 cores
 	$(PYTHON) -m pytest
 
-test-slow: .venv/installed  ## the planted mutations, each of which must turn the tests red
+test-slow: .venv/installed  ## what takes minutes: planted mistakes that must turn tests red, kills, processes
 	$(PYTHON) -m pytest -m slow
+
+bench: .venv/installed  ## speed and memory of a step, written to bench.json
+	$(PYTHON) -m benchmarks.speed --out=bench.json
+
+bench-peers: .venv/installed | $(UV)  ## the same step in TRL and tunix, in environments of their own
+	$(PYTHON) -m benchmarks.peers
+
+kills: .venv/installed  ## 100 SIGKILLs at random moments, each run compared with an undisturbed one
+	$(PYTHON) -W ignore -m tests.kills --kills=100
 
 lint: .venv/installed
 	.venv/bin/ruff check
@@ -39,4 +48,4 @@ $(UV):
 	python3 -m pip install --quiet --disable-pip-version-check --target .uv uv
 
 clean:
-	rm -rf .venv .uv .pytest_cache .ruff_cache
+	rm -rf .venv .uv .peers .pytest_cache .ruff_cache

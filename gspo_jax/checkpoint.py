@@ -9,24 +9,22 @@ names that a person can read (`policy.layers.router`); the shapes and dtypes tha
 beside it and are compared before anything is loaded, because Orbax itself casts in silence.
 """
 
-import re
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
-from jax.sharding import AbstractMesh, NamedSharding, SingleDeviceSharding
-from jax.sharding import PartitionSpec as Spec
 from orbax.checkpoint import v1 as ocp
+
+from gspo_jax.leaves import described, differences, empty, named_leaves, placed
+from gspo_jax.workdir import GO_ON, MAKE_ROOM, is_full, what_is_saved
 
 PyTree = Any
 Meta = dict[str, Any]
-
-_LISTED = 10  # differences that an error spells out
 
 
 class CheckpointMismatch(ValueError):
@@ -37,11 +35,16 @@ class CheckpointUnreadable(RuntimeError):
     """No checkpoint of the run can be read."""
 
 
+class SaveFailed(OSError):
+    """A checkpoint could not be written; those before it are intact."""
+
+
 class Checkpoints:
     """The checkpoints of one work directory. Every process calls every method, in the same order.
 
     Trees hold arrays only (`jax.Array`, NumPy); `meta` is any JSON object, stored with the tree
-    and as atomically. A failed background save raises from the next `save_*` or `wait`.
+    and as atomically. A failed background save raises SaveFailed from the next `check`, `save_*` or
+    `wait`.
 
     Args:
       workdir: the run's directory; created if absent.
@@ -51,10 +54,12 @@ class Checkpoints:
     def __init__(self, workdir: str | Path, keep: int):
         if keep < 1:
             raise ValueError(f"keep = {keep}: at least one state must be kept")
+        self._workdir = Path(workdir)
         policies = ocp.training.preservation_policies
         self._states = _open(workdir, "state", policies.LatestN(keep))
         self._rollouts = _open(workdir, "rollout", policies.PreserveAll())
         self._step: int | None = None  # of the state last saved or restored here
+        self._saving: dict[ocp.training.Checkpointer, tuple[int, Any]] = {}
 
     def latest(self) -> int | None:
         """The step of the newest state, readable or not; None in a fresh work directory."""
@@ -68,9 +73,11 @@ class Checkpoints:
         """
         if step == self._step:
             return
+        self._finish(self._states)
+        self._finish(self._rollouts)
         for checkpointer in (self._states, self._rollouts):
             _remove(checkpointer, [s for s in _steps(checkpointer) if s >= step])
-        _save(self._states, step, state, meta)
+        self._save(self._states, step, state, meta)
         self._step = step
 
     def save_rollout(self, step: int, rollout: PyTree, meta: Meta) -> None:
@@ -80,11 +87,12 @@ class Checkpoints:
         state it came from. If the state of `step` was not saved, the rollout is of no use to a
         resumed run, and is not saved either.
         """
-        self._states.wait()
+        self._finish(self._states)
+        self._finish(self._rollouts)
         self._sweep()
         if step in _steps(self._states):
             _remove(self._rollouts, [s for s in _steps(self._rollouts) if s >= step])
-            _save(self._rollouts, step, rollout, meta)
+            self._save(self._rollouts, step, rollout, meta)
 
     def restore_state(self, target: PyTree, step: int | None = None) -> tuple[PyTree, Meta, int]:
         """The newest readable state, or that of `step`, with its meta and step.
@@ -98,7 +106,7 @@ class Checkpoints:
           CheckpointUnreadable: every state is damaged.
           FileNotFoundError: there is none.
         """
-        self._states.wait()
+        self._finish(self._states)
         steps = sorted(_steps(self._states), reverse=True)
         if step is not None:
             steps = [s for s in steps if s == step]
@@ -121,22 +129,30 @@ class Checkpoints:
         Raises:
           CheckpointMismatch: it is not like `target`.
         """
-        self._rollouts.wait()
+        self._finish(self._rollouts)
         if step not in _steps(self._rollouts):
             return None
         return _load(self._rollouts, step, target)
 
+    def check(self) -> None:
+        """Raises SaveFailed if a background save has failed; does not wait."""
+        for checkpointer in (self._states, self._rollouts):
+            self._finish(checkpointer, 0.0)
+
     def wait(self) -> None:
         """Returns when all that was saved is complete on disk."""
-        self._states.wait()
+        self._finish(self._states)
         self._sweep()
-        self._rollouts.wait()
+        self._finish(self._rollouts)
 
     def close(self) -> None:
         """Waits, then releases the background threads."""
-        self.wait()
-        self._states.close()
-        self._rollouts.close()
+        try:
+            self.wait()
+        finally:
+            for checkpointer in (self._states, self._rollouts):
+                with contextlib.suppress(Exception):  # what failed is told by now
+                    checkpointer.close()
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -151,6 +167,49 @@ class Checkpoints:
         """
         states = _steps(self._states)
         _remove(self._rollouts, [s for s in _steps(self._rollouts) if s not in states])
+
+    def _save(
+        self, checkpointer: ocp.training.Checkpointer, step: int, tree: PyTree, meta: Meta
+    ) -> None:
+        leaves = dict(named_leaves(tree))
+        for name, leaf in leaves.items():
+            if not isinstance(leaf, jax.Array | np.ndarray):
+                raise TypeError(f"{name} is a {type(leaf).__name__}: only arrays can be saved")
+        specs = {name: described(x) for name, x in leaves.items()}
+        with self._told(checkpointer, step):
+            response = checkpointer.save_async(
+                step,
+                {name: leaf for name, leaf in leaves.items() if leaf.size},  # Orbax refuses others
+                custom_metadata={"meta": meta, "leaves": specs},
+                force=True,
+            )
+        self._saving[checkpointer] = step, response
+
+    def _finish(self, checkpointer: ocp.training.Checkpointer, limit: float | None = None) -> None:
+        """Waits, at most `limit` seconds, for the save that is under way."""
+        if checkpointer not in self._saving:
+            return
+        step, response = self._saving[checkpointer]
+        with self._told(checkpointer, step):
+            try:
+                response.result(limit)
+            except TimeoutError:
+                if limit is None:  # the storage's own
+                    raise
+                return
+        del self._saving[checkpointer]
+
+    @contextlib.contextmanager
+    def _told(self, checkpointer: ocp.training.Checkpointer, step: int) -> Iterator[None]:
+        """Makes SaveFailed of whatever the storage layers raise."""
+        try:
+            yield
+        except Exception as error:
+            path = checkpointer.directory / str(step)
+            raise SaveFailed(
+                f"{path} could not be saved: {_reason(error)}\n"
+                + what_is_saved(self._workdir, MAKE_ROOM if is_full(error) else GO_ON)
+            ) from error
 
 
 def _open(workdir: str | Path, name: str, policy: Any) -> ocp.training.Checkpointer:
@@ -175,19 +234,6 @@ def _remove(checkpointer: ocp.training.Checkpointer, steps: list[int]) -> None:
         checkpointer.delete(step, missing_ok=True)
 
 
-def _save(checkpointer: ocp.training.Checkpointer, step: int, tree: PyTree, meta: Meta) -> None:
-    leaves = dict(_named_leaves(tree))
-    for name, leaf in leaves.items():
-        if not isinstance(leaf, jax.Array | np.ndarray):
-            raise TypeError(f"{name} is a {type(leaf).__name__}: only arrays can be saved")
-    checkpointer.save_async(
-        step,
-        {name: leaf for name, leaf in leaves.items() if leaf.size},  # Orbax refuses empty arrays
-        custom_metadata={"meta": meta, "leaves": {name: _spec(x) for name, x in leaves.items()}},
-        force=True,
-    )
-
-
 def _load(
     checkpointer: ocp.training.Checkpointer, step: int, target: PyTree
 ) -> tuple[PyTree, Meta] | None:
@@ -197,14 +243,14 @@ def _load(
     user's change, not damage, and raises.
     """
     path = checkpointer.directory / str(step)
-    wanted = dict(_named_leaves(target))
-    abstract = {name: _abstract(leaf) for name, leaf in wanted.items()}
+    wanted = dict(named_leaves(target))
+    abstract = {name: placed(leaf) for name, leaf in wanted.items()}
     problem = mismatch = saved = loaded = None
     try:
         saved = checkpointer.metadata(step).custom_metadata
         if not saved:
             raise ValueError("its metadata is gone")
-        mismatch = _mismatch(saved["leaves"], {name: _spec(x) for name, x in wanted.items()})
+        mismatch = differences(saved["leaves"], {name: described(x) for name, x in wanted.items()})
         if not mismatch:
             stored = {name: leaf for name, leaf in abstract.items() if wanted[name].size}
             loaded = checkpointer.load(step, stored) if stored else {}
@@ -216,7 +262,7 @@ def _load(
         return None
     if mismatch:
         raise CheckpointMismatch(f"{path} is not what was asked for: {mismatch}")
-    leaves = [loaded[name] if name in loaded else _empty(abstract[name]) for name in wanted]
+    leaves = [loaded[name] if name in loaded else empty(abstract[name]) for name in wanted]
     return jax.tree.unflatten(jax.tree.structure(target), leaves), saved["meta"]
 
 
@@ -225,65 +271,6 @@ def _reason(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}"
-
-
-def _mismatch(saved: dict[str, str], wanted: dict[str, str]) -> str | None:
-    """Every leaf that is missing, superfluous or of another shape or dtype, in words."""
-    lines = []
-    for name in sorted(saved.keys() | wanted.keys()):
-        if name not in saved:
-            lines.append(f"{name}: missing from the checkpoint, wanted {wanted[name]}")
-        elif name not in wanted:
-            lines.append(f"{name}: saved {saved[name]}, not wanted")
-        elif saved[name] != wanted[name]:
-            lines.append(f"{name}: saved {saved[name]}, wanted {wanted[name]}")
-    if not lines:
-        return None
-    more = [f"… and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else []
-    return "\n  ".join([f"{len(lines)} leaves differ", *lines[:_LISTED], *more]) + (
-        "\nNothing was loaded, and nothing is ever cast. Restore the configuration that saved it "
-        "(model, optimizer, dtypes, batch), or start in another work directory."
-    )
-
-
-def _named_leaves(tree: PyTree) -> Iterator[tuple[str, Any]]:
-    """Leaves in order, named as Python would reach them: `policy.layers[0].router`."""
-    for path, leaf in jax.tree.leaves_with_path(tree):
-        name = re.sub(r"\['([A-Za-z_]\w*)'\]", r".\1", jax.tree_util.keystr(path))
-        # An NNX variable is a node with the one leaf `value`.
-        yield name.lstrip(".").removesuffix(".value") or "value", leaf
-
-
-def _spec(leaf: Any) -> str:
-    """Dtype and shape, as in `float32[64,8]`."""
-    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
-
-
-def _abstract(leaf: Any) -> Any:
-    """What Orbax restores `leaf` to: a NumPy array, or an array on concrete devices."""
-    if isinstance(leaf, np.ndarray):
-        return leaf
-    mesh = jax.sharding.get_mesh()
-    sharding = getattr(leaf, "sharding", None)
-    if sharding is None:
-        sharding = (
-            SingleDeviceSharding(jax.local_devices()[0])
-            if mesh.empty
-            else NamedSharding(mesh, Spec())
-        )
-    elif isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
-        if mesh.empty:
-            raise ValueError(
-                "the target is sharded on an abstract mesh: restore under `jax.set_mesh(mesh)`"
-            )
-        sharding = NamedSharding(mesh, sharding.spec)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _empty(abstract: Any) -> Any:
-    if isinstance(abstract, np.ndarray):
-        return np.empty(abstract.shape, abstract.dtype)
-    return jnp.empty(abstract.shape, abstract.dtype, device=abstract.sharding)
 
 
 def _everywhere(ok: bool) -> bool:

@@ -9,9 +9,11 @@ from typing import Any
 
 from absl import app, flags, logging
 
+from gspo_jax import processes
+
 
 def run(main: Callable[[Sequence[str]], None], *errors: type[Exception]) -> None:
-    """Parses the flags, then calls `main` with the arguments that are none.
+    """Parses the flags, meets the other processes, calls `main` with the arguments that are none.
 
     Args:
       errors: what `main` raises with a message for the user, besides ValueError and OSError. With
@@ -24,8 +26,12 @@ def run(main: Callable[[Sequence[str]], None], *errors: type[Exception]) -> None
     def guarded(argv: Sequence[str]) -> None:
         if not any(argument.startswith(("--verbosity", "-v")) for argument in sys.argv):
             logging.set_verbosity(logging.WARNING)  # absl's default is libraries' every step
+            # Of a checkpoint that cannot be read or written `checkpoint` tells, in one line.
+            logging.get_absl_logger().addFilter(lambda record: "orbax" not in record.pathname)
+            sys.excepthook = _only_ours
         try:
-            main(argv[1:])
+            with processes.together():
+                main(argv[1:])
         except KeyboardInterrupt as stop:
             sys.exit(str(stop) or "interrupted: what was saved is intact, the same command goes on")
         except (ValueError, OSError, *errors) as error:
@@ -33,6 +39,12 @@ def run(main: Callable[[Sequence[str]], None], *errors: type[Exception]) -> None
             sys.exit(f"error: {error}")
 
     app.run(guarded, flags_parser=_parse)
+
+
+def _only_ours(*exception: Any) -> None:
+    """Shows what nothing caught, but for callbacks of the storage libraries' own threads."""
+    if threading.current_thread() is threading.main_thread():
+        sys.__excepthook__(*exception)
 
 
 def _parse(argv: Sequence[str]) -> Sequence[str]:

@@ -67,7 +67,8 @@ def cold_start(policy: Policy, worked: WorkedSet, config: TrainConfig, mesh: jax
         donate=(0,),
     )
     state = init_state(policy, optimizer)
-    bar = tqdm(range(c.steps), desc="cold start", unit="step", mininterval=1.0)
+    quiet = jax.process_index() != 0
+    bar = tqdm(range(c.steps), desc="cold start", unit="step", mininterval=1.0, disable=quiet)
     for number in bar:
         batch = to_devices(worked.batch(number, c.batch), mesh)
         state, loss = step(state, batch)

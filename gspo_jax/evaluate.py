@@ -16,7 +16,7 @@ import numpy as np
 from absl import flags
 from jaxtyping import Bool, Int32
 
-from gspo_jax import cli
+from gspo_jax import cli, processes
 from gspo_jax.checkpoint import Checkpoints, CheckpointUnreadable
 from gspo_jax.config import TrainConfig, from_config_dict
 from gspo_jax.data.prompts import Prompt, left_pad
@@ -189,8 +189,8 @@ def main(argv: Sequence[str]) -> None:
         raise ValueError(f"unknown arguments {argv}; there are --workdir and --step")
     workdir = Path(flags.FLAGS.workdir)
     scores, step = evaluate(workdir, flags.FLAGS.step)
-    print(table({f"step {step}": scores}))
-    print(f"responses: {workdir}/samples/heldout_{step:06d}.jsonl")
+    processes.say(table({f"step {step}": scores}))
+    processes.say(f"responses: {workdir}/samples/heldout_{step:06d}.jsonl")
 
 
 if __name__ == "__main__":

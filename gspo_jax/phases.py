@@ -14,6 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as Spec
 
+from gspo_jax import processes
 from gspo_jax.checkpoint import Checkpoints
 from gspo_jax.config import TrainConfig
 from gspo_jax.data.sources import Sources
@@ -117,7 +118,10 @@ class TwoPhase(_Phases):
         if not first:
             return None
         saved = self._checkpoints.restore_rollout(step, self._sampler.shapes(*args))
-        return None if saved is None else saved[0]
+        if saved is None:
+            return None
+        processes.say(f"step {step}: its saved rollout is used")
+        return saved[0]
 
 
 class Fused(_Phases):

@@ -67,7 +67,7 @@ class TextReward:
         self._judge, self._sources, self._workdir = judge, sources, workdir
         self._batch = config.rollout.prompts
         self._seed = config.seed if config.shuffle_rewards else None
-        self._failure: RewardFailed | None = None
+        self._failure: RewardFailed | OSError | None = None
         self._lock = threading.Lock()
         self._begun: dict[tuple[int, bytes], Judging] = {}
 
@@ -95,7 +95,12 @@ class TextReward:
         )(step, rollout.groups, rollout.responses, rollout.mask, rollout.finished)
 
     def raise_failure(self) -> None:
-        """Raises the RewardFailed of the first callback that failed, if one has."""
+        """Raises the failure of the first callback that failed, if one has.
+
+        That is a RewardFailed, or an OSError where its samples could not be written.
+        """
+        if isinstance(self._failure, OSError):
+            raise self._failure
         if self._failure:
             raise RewardFailed(
                 f"{self._failure}\nMend the reward function; the same command goes on from the "
@@ -113,7 +118,7 @@ class TextReward:
                 judging = self._begun.setdefault(key, None) or self.begin(key[0], Rollout(**rows))
                 self._begun[key] = judging
             return judging.result()
-        except RewardFailed as error:  # to raise here would take the whole program down
+        except (RewardFailed, OSError) as error:  # to raise here would take the whole program down
             self._failure = self._failure or error
             return np.full(groups.shape, np.nan, np.float32)
 

@@ -19,7 +19,14 @@ DATA = ("fsdp", "expert")  # the axes that split a batch
 
 
 def make_mesh(fsdp: int = 1, expert: int = 1, tensor: int = 1) -> Mesh:
-    """A mesh of explicit axes over the first fsdp * expert * tensor devices."""
+    """A mesh of explicit axes over the first fsdp * expert * tensor devices.
+
+    Each data shard lies in one process, so that every response is judged once.
+
+    Raises:
+      ValueError: there are too few devices, or several processes and the mesh leaves some out or
+        cannot keep its data shards in one each.
+    """
     shape = (fsdp, expert, tensor)
     needed = math.prod(shape)
     if needed > jax.device_count():
@@ -27,8 +34,34 @@ def make_mesh(fsdp: int = 1, expert: int = 1, tensor: int = 1) -> Mesh:
             f"mesh {dict(zip(AXES, shape, strict=True))} needs {needed} devices, "
             f"{jax.device_count()} are visible: lower mesh.fsdp, mesh.expert or mesh.tensor"
         )
-    devices = jax.devices()[:needed]
-    return jax.make_mesh(shape, AXES, (AxisType.Explicit,) * 3, devices=devices)
+    types = (AxisType.Explicit,) * 3
+    if jax.process_count() == 1:
+        return jax.make_mesh(shape, AXES, types, devices=jax.devices()[:needed])
+    if needed < jax.device_count():
+        raise ValueError(
+            f"mesh {dict(zip(AXES, shape, strict=True))} is for {needed} devices, the "
+            f"{jax.process_count()} processes have {jax.device_count()}: raise mesh.fsdp, "
+            "mesh.expert or mesh.tensor, or start fewer processes"
+        )
+    mesh = jax.make_mesh(shape, AXES, types)
+    if not _shards_are_local(mesh):  # what suits the network does not suit the processes
+        by_process = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+        mesh = Mesh(np.array(by_process).reshape(shape), AXES, types)
+    if not _shards_are_local(mesh):
+        raise ValueError(
+            f"mesh.tensor={tensor} puts the rows of one data shard on two processes of "
+            f"{jax.local_device_count()} devices each: it must divide that; lower it, and raise "
+            "mesh.fsdp or mesh.expert"
+        )
+    return mesh
+
+
+def _shards_are_local(mesh: Mesh) -> bool:
+    """Whether each data shard lies in one process."""
+    return all(
+        len({d.process_index for d in row}) == 1
+        for row in mesh.devices.reshape(-1, mesh.shape["tensor"])
+    )
 
 
 def abstract_mesh(fsdp: int, expert: int, tensor: int) -> AbstractMesh:

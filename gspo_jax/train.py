@@ -20,7 +20,7 @@ import jax
 from absl import flags
 from tqdm import tqdm
 
-from gspo_jax import cli
+from gspo_jax import cli, processes
 from gspo_jax.checkpoint import Checkpoints, CheckpointUnreadable
 from gspo_jax.cold_start import check_folder, first_policy
 from gspo_jax.config import TrainConfig, differences, load, to_dict
@@ -35,7 +35,7 @@ from gspo_jax.reward import TextReward, open_judge
 from gspo_jax.rewards.pool import RewardFailed
 from gspo_jax.sharding import make_mesh, somewhere
 from gspo_jax.step import init_state, make_optimizer
-from gspo_jax.workdir import claim, read_json, write_json
+from gspo_jax.workdir import claim, read_json, room, what_is_saved, write_json
 
 # What may change when a run is continued: the rest would make it another run.
 CHANGEABLE = (
@@ -66,7 +66,7 @@ class Stopped(KeyboardInterrupt):
 
 
 def train(config: TrainConfig, workdir: Path) -> dict[str, Any]:
-    """Runs, or goes on with, the run in `workdir`; returns its summary.
+    """Runs, or goes on with, the run in `workdir`; returns its summary, on process 0.
 
     Raises:
       ValueError, FileNotFoundError: what the user has to change, with the remedy.
@@ -74,8 +74,10 @@ def train(config: TrainConfig, workdir: Path) -> dict[str, Any]:
         later.
     """
     started = time.perf_counter()
+    processes.remember(functools.partial(what_is_saved, workdir))
     mesh = make_mesh(config.mesh.fsdp, config.mesh.expert, config.mesh.tensor)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(room(workdir))
         stack.enter_context(claim(workdir))
         stack.enter_context(jax.set_mesh(mesh))
         checkpoints = stack.enter_context(Checkpoints(workdir, config.checkpoint.keep))
@@ -88,7 +90,7 @@ def train(config: TrainConfig, workdir: Path) -> dict[str, Any]:
         # Until there is something to go on with, the config may change.
         fingerprint = _same_run(config, workdir) if begun or summary else None
         if summary and summary["steps"] == config.steps:
-            print(f"{workdir} is finished: nothing to do")
+            processes.say(f"{workdir} is finished: nothing to do")
             return summary
         if summary and not begun:
             raise ValueError(
@@ -122,7 +124,7 @@ def train(config: TrainConfig, workdir: Path) -> dict[str, Any]:
             target = jax.eval_shape(lambda: begin(init_policy(config.policy, config.seed)))
             state, meta, step = checkpoints.restore_state(target)
             elapsed = meta["seconds"]
-            print(f"going on with {workdir} after step {step}")
+            processes.say(f"going on with {workdir} after step {step}")
             if step % phases.steps:
                 raise ValueError(
                     f"fused_steps={phases.steps}: {workdir} is after step {step}, which is no "
@@ -141,6 +143,7 @@ def train(config: TrainConfig, workdir: Path) -> dict[str, Any]:
         stop = stack.enter_context(cli.StopRequest())
         while True:
             stopping = somewhere(bool(stop.signal))
+            checkpoints.check()
             clock = Clock()
             if step % config.checkpoint.every == 0 or step == config.steps or stopping:
                 report.flush()
@@ -167,6 +170,8 @@ def train(config: TrainConfig, workdir: Path) -> dict[str, Any]:
             step += phases.steps
             text.raise_failure()
             if report.broken >= MAX_BROKEN_STEPS:
+                report.flush()  # the fused loop's last, which may have been better
+            if report.broken >= MAX_BROKEN_STEPS:
                 save()
                 checkpoints.wait()
                 raise Diverged(
@@ -178,6 +183,9 @@ def train(config: TrainConfig, workdir: Path) -> dict[str, Any]:
                 )
 
         # ---- The summary -------------------------------------------------------------------
+        checkpoints.wait()  # a run with a summary is finished, and has its last state
+        if jax.process_index() != 0:  # the files are process 0's
+            return {}
         columns = {
             name: _scores(workdir, at)
             for name, at in {"cold_start": 0, "final": config.steps}.items()
@@ -191,9 +199,8 @@ def train(config: TrainConfig, workdir: Path) -> dict[str, Any]:
                 for p in ("jax", "flax", "optax", "orbax-checkpoint", "reasoning-gym")
             },
         }
-        if jax.process_index() == 0:
-            plot_curves(workdir)
-            write_json(summary_path, summary)
+        plot_curves(workdir)
+        write_json(summary_path, summary)
         return summary
 
 
@@ -211,7 +218,8 @@ class _Report:
     def __init__(self, config: TrainConfig, workdir: Path, step: int):
         self._config, self._fused = config, config.fused_steps > 0
         self._writer = MetricsWriter(workdir, step)
-        self._bar = tqdm(total=config.steps, initial=step, desc="GSPO", unit="step", mininterval=1)
+        shown = {"desc": "GSPO", "unit": "step", "disable": jax.process_index() != 0}
+        self._bar = tqdm(total=config.steps, initial=step, mininterval=1, **shown)
         self._pending: tuple[int, Metrics, Clock, float] | None = None
         self._finished = time.perf_counter()
         self.last, self.broken = step - 1, 0
@@ -251,9 +259,7 @@ class _Report:
 
     def _write(self, step: int, values: dict[str, float], clock: Clock) -> None:
         r, seconds = self._config.rollout, clock.seconds
-        responses = r.prompts * r.group_size
-        tokens = values["response_length"] * responses
-        values["slot_use"] /= min(r.slots, responses)
+        tokens = values["response_length"] * r.prompts * r.group_size
         for name, phase in {"rollout_": "rollout", "update_": "update", "": "step"}.items():
             if phase in seconds:  # a saved rollout took no time
                 values[f"{name}tokens_per_s"] = tokens / seconds[phase]
@@ -282,7 +288,7 @@ def _same_run(config: TrainConfig, workdir: Path) -> str:
             + "Go on with the config it began with, or give another --workdir"
         )
     for line in changed:
-        print(f"changed since the run was last started: {line}")
+        processes.say(f"changed since the run was last started: {line}")
     return described["data"]
 
 
@@ -305,6 +311,8 @@ def _scores(workdir: Path, step: int) -> dict[str, dict[str, float]]:
 def main(argv: Sequence[str]) -> None:
     """Trains by --config in --workdir and prints the table of held-out scores."""
     summary = train(load(flags.FLAGS.config, argv), Path(flags.FLAGS.workdir))
+    if jax.process_index() != 0:
+        return
     names = {"cold_start": "cold start", "final": "after RL"}
     print(
         table(
@@ -314,7 +322,9 @@ def main(argv: Sequence[str]) -> None:
             }
         )
     )
-    print(f"{summary['wall_seconds']:.0f} s; curves, samples and metrics in {flags.FLAGS.workdir}")
+    processes.say(
+        f"{summary['wall_seconds']:.0f} s; curves, samples and metrics in {flags.FLAGS.workdir}"
+    )
 
 
 if __name__ == "__main__":

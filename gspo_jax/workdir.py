@@ -1,6 +1,7 @@
 """The work directory of a run: claimed by one process, its files replaced in one move."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -9,6 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+
+ALL_AGAIN = "start all processes again with the same command"
+GO_ON = "the same command goes on"
+MAKE_ROOM = f"make room there, and {GO_ON}"
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextlib.contextmanager
@@ -47,7 +53,6 @@ def write_json(path: Path, content: Any) -> None:
 
 def write_lines(path: Path, lines: Iterable[Any]) -> None:
     """Replaces a JSONL file in one move, from process 0; makes its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     _replace(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -65,8 +70,41 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path} is damaged: {error}; restore it, or delete it") from None
 
 
+def what_is_saved(workdir: Path, again: str = ALL_AGAIN) -> str:
+    """What a message about a lost run says of its states: looked up on disk, by this process."""
+    states = workdir / "checkpoints" / "state"
+    steps = [int(path.name) for path in states.glob("*") if path.name.isdecimal()]
+    if not steps:
+        return f"No state is saved in {workdir} yet; {again}"
+    return f"The state after step {max(steps)} is saved in {workdir}; {again}"
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether what is at the bottom of a chain of errors is a lack of room on disk."""
+    while error is not None:
+        # The storage layers of checkpoints quote the system in their own errors.
+        quoted = any(os.strerror(number) in str(error) for number in FULL)
+        if quoted or (isinstance(error, OSError) and error.errno in FULL):
+            return True
+        error = error.__cause__
+    return False
+
+
+@contextlib.contextmanager
+def room(workdir: Path) -> Iterator[None]:
+    """Makes an OSError for lack of room say what is saved in `workdir` and what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        saved = what_is_saved(workdir, MAKE_ROOM)
+        raise OSError(f"{workdir}: {os.strerror(error.errno)}\n{saved}") from error
+
+
 def _replace(path: Path, text: str) -> None:
     if jax.process_index() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
         fresh = path.with_name(f"{path.name}.tmp")
         fresh.write_text(text)
         os.replace(fresh, path)
