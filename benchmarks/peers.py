@@ -41,8 +41,9 @@ PEERS = {
     ),
     "tunix": Peer(
         sys.executable,
-        "GRPOLearner with gspo-token, vanilla sampler; its experts are dense on CPU (every token"
-        " passes all 16, 4 count), and it has no load-balancing loss.",
+        "GRPOLearner with gspo-token, vanilla sampler, made to take four updates a rollout, which"
+        " it does not offer; its experts are dense on CPU (every token passes all 16, 4 count), and"
+        " it has no load-balancing loss.",
     ),
 }
 

@@ -41,10 +41,12 @@ class Clock:
         self.compiling: dict[str, float] = {}
 
     def time(self, name: str, function: Any, *args: Any) -> Any:
-        """Calls and waits for the result."""
-        start = time.perf_counter()
+        """Calls and waits for the result; times of one name add up."""
+        start, before = time.perf_counter(), self.compiling.get(name, 0.0)
         result = jax.block_until_ready(self.start(name, function, *args))
-        self.seconds[name] = time.perf_counter() - start - self.compiling.get(name, 0.0)
+        compiled = self.compiling.get(name, 0.0) - before
+        seconds = time.perf_counter() - start - compiled
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         return result
 
     def start(self, name: str, function: Any, *args: Any) -> Any:
@@ -53,7 +55,7 @@ class Clock:
         result = function(*args)
         compiled = getattr(function, "compile_seconds", 0.0) - before
         if compiled:
-            self.compiling[name] = compiled
+            self.compiling[name] = self.compiling.get(name, 0.0) + compiled
         return result
 
     def values(self) -> dict[str, float]:
