@@ -72,7 +72,7 @@ class Work:
 
 WORKS = {
     "small": Work(prompts=16, ragged=False, slots=128, micro_batch=16),
-    "ragged": Work(prompts=64, ragged=True, slots=128, micro_batch=16),
+    "ragged": Work(prompts=64, ragged=True, slots=64, micro_batch=16),
 }
 
 
