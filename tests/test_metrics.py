@@ -57,6 +57,21 @@ def test_parts_merge_to_the_whole(batch, cuts):
     assert resolve(merged)["ratio_max"] == ratio[mask > 0].max()
 
 
+def test_parts_are_merged_in_the_same_order_in_every_process():
+    """In the order of their names in a set, a trace would depend on Python's random hashes."""
+    order = []
+
+    class Noted(str):
+        def __add__(self, other):
+            order.append(str(self))
+            return self
+
+    names = [f"name{i}" for i in range(20)]
+    part = Metrics(sums={name: (Noted(name), Noted(name)) for name in names})
+    merge(part, part)
+    assert order == [name for name in names for _ in range(2)]
+
+
 def test_reduce_merges_a_scan(batch):
     @jax.jit
     def scanned(batch):

@@ -7,13 +7,12 @@ import shutil
 import signal
 import subprocess
 import sys
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from tiny import variety
 
 import gspo_jax.cold_start
@@ -22,17 +21,16 @@ import gspo_jax.phases
 import gspo_jax.train
 from gspo_jax.checkpoint import Checkpoints
 from gspo_jax.cli import StopRequest
-from gspo_jax.config import load
 from gspo_jax.evaluate import evaluate
 from gspo_jax.metrics import read_metrics
 from gspo_jax.model.huggingface import load_policy
-from gspo_jax.model.transformer import Policy, init_policy
 from gspo_jax.plots import plot_curves
 from gspo_jax.program import Program
 from gspo_jax.sharding import make_mesh
-from gspo_jax.step import init_state, make_optimizer, score
+from gspo_jax.step import score
 from gspo_jax.train import Diverged, Stopped, train
 from gspo_jax.workdir import claim
+from runs import Killed, Shared, cheap_runs, metrics, same_run, samples, saved, tiny_configs
 
 FOLDER = "tests/fixtures/hf_tiny_qwen3moe"
 LIKE_FOLDER = (
@@ -40,14 +38,9 @@ LIKE_FOLDER = (
     *("policy.num_layers=2", "policy.num_heads=4", "policy.head_dim=32"),
     *("policy.num_experts=8", "policy.expert_width=32"),
 )
-OPTIMIZER = functools.cache(make_optimizer)
 # One step without a cold start; a held-out problem gets as many responses as a training prompt, so
 # that one compiled sampler serves both.
 SHORT = ("steps=1", "cold_start.steps=0", "evaluation.every=0", "evaluation.samples=4")
-
-
-class Killed(BaseException):
-    """Stands for the death of the process."""
 
 
 @pytest.fixture(scope="module")
@@ -58,39 +51,7 @@ def data_dir(tmp_path_factory):
 @pytest.fixture(scope="module")
 def config(data_dir):
     """The tiny config, with changes given as key=value."""
-
-    def changed(*changes):
-        overrides = (f"data.dir={str(data_dir)!r}", *changes)
-        return load("tests/tiny_run.py", [f"--config.{o}" for o in overrides])
-
-    return changed
-
-
-def _fields(function):
-    return tuple(sorted(getattr(function, "keywords", {}).items(), key=lambda item: item[0]))
-
-
-class Shared(Program):
-    """Compiled once for all the runs that call the same function on arguments of the same types."""
-
-    _programs: ClassVar[dict[Any, Any]] = {}
-
-    def __init__(self, function, donate=()):
-        super().__init__(function, donate)
-        self._function = getattr(function, "func", function), *_fields(function)
-
-    def __call__(self, *args):
-        leaves, structure = jax.tree.flatten(args)
-        key = *self._function, structure, *((x.shape, x.dtype, x.sharding) for x in leaves)
-        self._compiled = self._programs.get(key)
-        result = super().__call__(*args)
-        self._programs[key] = self._compiled
-        return result
-
-
-@functools.cache
-def initializer(config, seed, mesh):
-    return jax.jit(lambda: Policy(config, nnx.Rngs(seed)))
+    return tiny_configs(data_dir)
 
 
 class Counted(Shared):
@@ -105,20 +66,8 @@ class Counted(Shared):
 
 @pytest.fixture(scope="module", autouse=True)
 def cheap():
-    """Runs share their programs and draw no curves."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (gspo_jax.phases, gspo_jax.evaluate, gspo_jax.cold_start):
-            patch.setattr(module, "Program", Shared)
-        for module in (gspo_jax.train, gspo_jax.evaluate, gspo_jax.cold_start):
-            patch.setattr(module, "make_optimizer", OPTIMIZER)  # equal configs, equal functions
-        patch.setattr(
-            gspo_jax.cold_start,
-            "init_policy",
-            lambda config, seed: initializer(config, seed, jax.sharding.get_mesh())(),
-        )
-        patch.setattr(gspo_jax.train, "plot_curves", lambda workdir: None)
+    with cheap_runs():
         yield
-    Shared._programs.clear()
 
 
 @pytest.fixture(scope="module")
@@ -149,43 +98,6 @@ def record_prompts(patch, asked, stop_at=None):
         return lay(prompts, *args)
 
     patch.setattr(gspo_jax.phases, "lay_prompts", noting)
-
-
-def saved(workdir, config, step=None):
-    """The leaves of a saved state (default: the newest), and its step."""
-    begin = functools.partial(init_state, optimizer=make_optimizer(config.optimizer))
-    with jax.set_mesh(make_mesh()), Checkpoints(workdir, 9) as checkpoints:
-        target = jax.eval_shape(lambda: begin(init_policy(config.policy, 0)))
-        state, _, step = checkpoints.restore_state(target, step)
-    return [np.asarray(x) for x in jax.tree.leaves(state)], step
-
-
-def metrics(workdir):
-    """The lines of metrics.jsonl without what a clock measured."""
-    lines = read_metrics(workdir / "metrics.jsonl")
-    timed = ("seconds/", "tokens_per_s")
-    return [{k: v for k, v in x.items() if not any(t in k for t in timed)} for x in lines]
-
-
-def samples(workdir):
-    """samples/*.jsonl, by name."""
-    files = (workdir / "samples").iterdir()
-    return {f.name: [json.loads(line) for line in f.read_text().splitlines()] for f in files}
-
-
-def same_run(workdir, other, config):
-    """Asserts that two runs ended bit-identical and report the same."""
-    (state, step), (expected, expected_step) = saved(workdir, config), saved(other, config)
-    assert step == expected_step
-    for a, b in zip(state, expected, strict=True):
-        np.testing.assert_array_equal(a, b, strict=True)
-    assert metrics(workdir) == metrics(other)
-    assert samples(workdir) == samples(other)
-    assert tasks(workdir) == tasks(other)
-
-
-def tasks(workdir):
-    return json.loads((workdir / "summary.json").read_text())["tasks"]
 
 
 def files(workdir):
