@@ -100,12 +100,13 @@ class Moment:
         self.after = draw.uniform(0, 0.03)
         if draw.random() < 0.4:
             self.written = "state" if fused else draw.choice(WRITTEN)
+            self.after /= 10  # a rollout is written in some 20 ms
             return
         phases = ["step", "reward"] if fused else ["rollout", "score", "reward", "update"]
         phases += ["checkpoint", "evaluation", *(["end"] * 3 if last else [])]
         begun = run.checkpoints("state", True)
-        self.phase = draw.choice(phases if begun else [*phases, *(["cold start"] * 3)])
-        if self.phase in ("cold start", "end"):
+        self.phase = draw.choice([*phases, "restore"] if begun else [*phases, *["cold start"] * 3])
+        if self.phase in ("restore", "cold start", "end"):
             self.nth = 1
 
     def wait(self, run: Run, process: subprocess.Popen) -> None:
