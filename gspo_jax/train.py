@@ -162,11 +162,12 @@ def train(config: TrainConfig, workdir: Path) -> dict[str, Any]:
                 clock = Clock()
             if step == config.steps:
                 break
+            dispatched = time.perf_counter()
             try:
                 state, metrics = phases(state, step, clock)
             except RewardFailed as failed:  # in two phases; the state is intact
                 raise RewardFailed(f"step {step}: {failed}\n{phases.keep(step, save)}") from failed
-            report.later(step, metrics, clock)
+            report.later(step, metrics, clock, dispatched)
             step += phases.steps
             text.raise_failure()
             if report.broken >= MAX_BROKEN_STEPS:
@@ -236,23 +237,25 @@ class _Report:
         values = {f"heldout/{task}/{k}": v for task, ks in scores.items() for k, v in ks.items()}
         self._writer.write(step, values | clock.values())
 
-    def later(self, step: int, metrics: Metrics, clock: Clock) -> None:
+    def later(self, step: int, metrics: Metrics, clock: Clock, dispatched: float) -> None:
         """Takes the metrics of the steps from `step` on, stacked, and reports those before."""
-        new = step, metrics, clock, time.perf_counter()
+        new = step, metrics, clock, dispatched
         self.flush()
         self._pending = new
-        if not self._fused:
+        if not self._fused or _done(metrics):
             self.flush()
 
     def flush(self) -> None:
         """Reports what was taken, waiting for the devices."""
         if self._pending is None:
             return
-        (first, metrics, clock, begun), self._pending = self._pending, None
+        (first, metrics, clock, dispatched), self._pending = self._pending, None
         stacked = resolve_stacked(metrics)
         now = time.perf_counter()
         if self._fused:
-            clock.seconds["step"] = (now - max(begun, self._finished)) / len(stacked)
+            # Since its dispatch, or since the one before was done.
+            seconds = now - max(dispatched, self._finished) - clock.compiling.get("step", 0.0)
+            clock.seconds["step"] = seconds / len(stacked)
         self._finished = now
         for step, values in enumerate(stacked, first):
             self._write(step, values, clock)
@@ -271,6 +274,11 @@ class _Report:
         self._bar.set_postfix(reward=f"{reward:.3f}", clip=f"{clipped:.2f}")
         self.last = step
         self.broken = self.broken + 1 if values["skipped_nonfinite"] == 1 else 0
+
+
+def _done(metrics: Metrics) -> bool:
+    """Whether the devices are: dispatching waits for them where the host's CPU is the device."""
+    return all(x.is_ready() for x in jax.tree.leaves(metrics))
 
 
 def _same_run(config: TrainConfig, workdir: Path) -> str:

@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ml_collections import ConfigDict
+
 import tiny
 import tiny_run
-from ml_collections import ConfigDict
 
 
 def get_config() -> ConfigDict:

@@ -236,6 +236,7 @@ def main() -> int:
             wrong = faults(run, kills, expected)
             rollouts["begun"] += len(list(run.sampled()))
             rollouts["found complete"] += len({s for one in kills for s in one["rollouts"]})
+            rollouts["sampled again"] += sum("sampled again" in what for what in wrong)
             rollouts["used"] += run.log.read_text().count("its saved rollout is used")
             records += [{"mode": mode, "run": count, "wrong": wrong} | one for one in kills]
             minutes = (time.monotonic() - begun) / 60
@@ -247,7 +248,7 @@ def main() -> int:
     print(
         f"two phases: {rollouts['begun']} rollouts were begun; {rollouts['found complete']} were "
         f"complete on disk at a kill, were used {rollouts['used']} times afterwards, and "
-        f"{sum('sampled again' in w for one in records for w in one['wrong'])} sampled again"
+        f"{rollouts['sampled again']} sampled again"
     )
     print(f"{len(records)} kills in {(time.monotonic() - begun) / 60:.0f} min; all in {folder}")
     return int(any(one["wrong"] for one in records))

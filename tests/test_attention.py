@@ -3,11 +3,11 @@
 import jax
 import numpy as np
 import pytest
-from tiny import tiny_policy
 
 from gspo_jax.model.attention import causal
 from gspo_jax.model.moe import balance_loss
 from gspo_jax.sharding import to_devices
+from tiny import tiny_policy
 
 rng = np.random.default_rng(0)
 FIRST, SECOND = (rng.integers(64, size=n).astype(np.int32) for n in (5, 8))

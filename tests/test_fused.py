@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as Spec
-from tiny import tiny_policy
 
 import gspo_jax.phases
 from gspo_jax.config import load
@@ -28,6 +27,7 @@ from gspo_jax.step import (
     update,
 )
 from gspo_jax.train import train
+from tiny import tiny_policy
 
 Q, GROUP, P, R, STEPS = 16, 4, 6, 10, 2
 SAMPLING = SamplingConfig(GROUP, R, slots=8, end_ids=tuple(range(2, 8)), pad_id=1)

@@ -6,9 +6,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 
+import oracle
 from gspo_jax.gspo import ClipRange, group_advantages, gspo
 from gspo_jax.step import UpdateConfig
 

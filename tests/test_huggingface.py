@@ -13,7 +13,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tiny import tiny_config, tiny_policy
 
 from gspo_jax.logps import response_logps
 from gspo_jax.model.attention import causal
@@ -21,6 +20,7 @@ from gspo_jax.model.huggingface import load_policy, read_config
 from gspo_jax.model.transformer import Policy, PolicyConfig
 from gspo_jax.rollout import SamplingConfig, sample
 from gspo_jax.sharding import make_mesh, to_devices, to_host
+from tiny import tiny_config, tiny_policy
 
 FIXTURE = Path(__file__).parent / "fixtures/hf_tiny_qwen3moe"
 WEIGHTS = "model.safetensors"

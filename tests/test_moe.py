@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as Spec
-from tiny import tiny_policy
 
 from gspo_jax.model import moe
 from gspo_jax.model.attention import causal
 from gspo_jax.model.transformer import rms_norm
 from gspo_jax.sharding import DATA, make_mesh, to_devices, to_host
+from tiny import tiny_policy
 
 B, S, D, F, E = 8, 5, 4, 6, 8
 SPECS = {

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from mutations import MUTATIONS, ROOT, copy, plant, python, run_tests, survived
 
 

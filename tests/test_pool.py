@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scripted import Unpickled, late, scripted
 
 from gspo_jax.data.reasoning import Problem
 from gspo_jax.rewards.pool import Judge, RewardFailed
+from scripted import Unpickled, late, scripted
 
 PROBLEM = Problem("a_task", "?", "", "", "{}")
 LIMIT = 2.0

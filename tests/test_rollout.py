@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as Spec
-from tiny import tiny_policy
 
 from gspo_jax.logps import response_logps
 from gspo_jax.model.attention import causal
 from gspo_jax.prefix import read_prompts
 from gspo_jax.rollout import Rollout, SamplingConfig, draw, restrict, sample
 from gspo_jax.sharding import DATA, make_mesh, to_devices, to_host
+from tiny import tiny_policy
 
 Q, P, R, V = 8, 8, 10, 64  # prompts, prompt and response length, vocabulary
 N = 2  # responses to a prompt

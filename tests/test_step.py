@@ -10,12 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import oracle
 import pytest
 from jax.sharding import PartitionSpec as Spec
 from jax.sharding import reshard
-from tiny import tiny_policy
 
+import oracle
 from gspo_jax import step
 from gspo_jax.gspo import group_advantages
 from gspo_jax.metrics import highest, resolve
@@ -32,6 +31,7 @@ from gspo_jax.sharding import (
     to_host,
 )
 from gspo_jax.step import OptimizerConfig, UpdateConfig
+from tiny import tiny_policy
 
 B, P, R, GROUP = 64, 8, 10, 4  # responses, prompt and response length, group size
 CONFIG = UpdateConfig(minibatches=2, micro_batch=8, group_size=GROUP)

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import variety
 
 import gspo_jax.cold_start
 import gspo_jax.evaluate
@@ -31,6 +30,7 @@ from gspo_jax.step import score
 from gspo_jax.train import Diverged, Stopped, train
 from gspo_jax.workdir import claim
 from runs import Killed, Shared, cheap_runs, metrics, same_run, samples, saved, tiny_configs
+from tiny import variety
 
 FOLDER = "tests/fixtures/hf_tiny_qwen3moe"
 LIKE_FOLDER = (
