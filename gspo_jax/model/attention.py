@@ -17,14 +17,21 @@ Attend = Callable[..., tuple[Array, Cache | None]]
 MASKED = -1e30  # finite, so that a row that sees nothing stays free of NaN
 
 
-def rotate(
-    x: Float[Array, "B S N H"], positions: Int[Array, "B S"], theta: float
-) -> Float[Array, "B S N H"]:
-    """Rotary position embedding (arXiv 2104.09864), halves rotated against each other."""
-    half = x.shape[-1] // 2
+def rotary(
+    positions: Int[Array, "B S"], size: int, theta: float
+) -> tuple[Float[Array, "B S 1 h"], Float[Array, "B S 1 h"]]:
+    """Cosines and sines by which heads of `size` entries are rotated, h = size / 2."""
+    half = size // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = positions[:, :, None, None].astype(jnp.float32) * frequency[None, None, None]
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(
+    x: Float[Array, "B S N H"], angles: tuple[Float[Array, "B S 1 h"], Float[Array, "B S 1 h"]]
+) -> Float[Array, "B S N H"]:
+    """Rotary position embedding (arXiv 2104.09864), halves rotated against each other."""
+    cos, sin = angles
     a, b = jnp.split(x.astype(jnp.float32), 2, -1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 

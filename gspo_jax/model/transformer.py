@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from gspo_jax.model import moe
-from gspo_jax.model.attention import Attend, Cache, rotate
+from gspo_jax.model.attention import Attend, Cache, rotary, rotate
 from gspo_jax.sharding import DATA
 
 
@@ -137,14 +137,14 @@ class Attention(nnx.Module):
         self.query_norm = _ones(layers, c.head_dim)
         self.key_norm = _ones(layers, c.head_dim)
 
-    def __call__(self, x, positions, attend: Attend, cache, layer, prefix):
+    def __call__(self, x, angles, attend: Attend, cache, layer, prefix):
         c = self.config
 
         def heads(weight, scale=None):
             weight = _use(weight, x.dtype, None, "tensor", None)
             y = jnp.einsum("bsd,dnh->bsnh", x, weight)
             if scale is not None:
-                y = rotate(rms_norm(y, scale[...], c.norm_eps), positions, c.rope_theta)
+                y = rotate(rms_norm(y, scale[...], c.norm_eps), angles)
             return reshard(y, Spec(DATA, None, c.head_axis))
 
         q, k = heads(self.query, self.query_norm), heads(self.key, self.key_norm)
@@ -214,10 +214,10 @@ class Block(nnx.Module):
         """How many there are."""
         return self.attention_norm[...].shape[0]
 
-    def __call__(self, x, positions, segments, count, attend: Attend, cache, layer, prefix):
+    def __call__(self, x, angles, segments, count, attend: Attend, cache, layer, prefix):
         eps = self.config.norm_eps
         h = rms_norm(x, self.attention_norm[...], eps)
-        h, cache = self.attention(h, positions, attend, cache, layer, prefix)
+        h, cache = self.attention(h, angles, attend, cache, layer, prefix)
         x = x + h
         h, routed = self.ffn(rms_norm(x, self.ffn_norm[...], eps), segments, count)
         return x + h, cache, routed
@@ -265,10 +265,11 @@ class Policy(nnx.Module):
         c = self.config
         embedding = _use(self.embedding, c.dtype, None, None)
         x = embedding.at[tokens].get(out_sharding=Spec(DATA))
+        angles = rotary(positions, c.head_dim, c.rope_theta)
 
         def one_layer(layer, carry, block, read):
             x, cache, routed = block(
-                carry[0], positions, segments, count, attend, carry[1], layer, read
+                carry[0], angles, segments, count, attend, carry[1], layer, read
             )
             return (x, cache), routed
 
