@@ -127,7 +127,7 @@ def two_phases(shape: tuple[int, int, int]) -> Both:
         return Both(to_host(state), found, rollouts)
 
 
-SHAPES = [(1, 1, 1), (2, 2, 2)]
+SHAPES = [pytest.param((1, 1, 1), marks=pytest.mark.slow), (2, 2, 2)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -249,6 +249,7 @@ def tiny_state_of(workdir: Any) -> Any:
     return jax.tree.map(lambda x: np.empty(x.shape, x.dtype), shapes)
 
 
+@pytest.mark.slow
 def test_runs_in_both_loops_report_the_same(data_dir, tmp_path):
     """Text rewards through the host callback too; steps in pairs report each step."""
     ways = {"two phases": "fused_steps=0", "fused": "fused_steps=1", "pairs": "fused_steps=2"}

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as Spec
 
 from gspo_jax.model import moe
-from gspo_jax.model.attention import causal
+from gspo_jax.model.attention import causal, rotary
 from gspo_jax.model.transformer import rms_norm
 from gspo_jax.sharding import DATA, make_mesh, to_devices, to_host
 from tiny import tiny_policy
@@ -356,10 +356,10 @@ def test_dense_and_sparse_layers_run_in_order(mesh, variant, sparse):
             for block, (_, layers) in zip(policy.stacks, c.stacks, strict=True)
             for i in range(layers)
         ]
-        routed = []
+        routed, angles = [], rotary(positions, c.head_dim, c.rope_theta)
         for number, layer in enumerate(layers):
             assert (type(layer.ffn).__name__ == "ExpertFFN") == (number in sparse)
-            x, _, found = layer(x, positions, valid, 1, full, None, number, None)
+            x, _, found = layer(x, angles, valid, 1, full, None, number, None)
             if number in sparse:
                 routed.append(found.experts)
         return rms_norm(x, policy.norm[...], c.norm_eps), routed

@@ -272,6 +272,19 @@ OTHER_POLICIES = {
     "no experts, unrolled, remat": Cut(policy=(("num_experts", 0), ("unroll", 2), ("remat", True))),
 }
 
+# Each compiles for a quarter of a minute: those that the others imply run with `make test-slow`.
+SLOW = {
+    "fsdp 8",
+    "expert 8, micro-batches of 16, chunks of 3",
+    "micro-batches of 2, chunks of 5",
+    "a prompt read for each response",
+}
+
+
+def sometimes(names: list[str]) -> list[Any]:
+    """Parameters, some of them for `make test-slow`."""
+    return [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in names]
+
 
 class Outcome(NamedTuple):
     exact: dict[str, float]  # metrics at equal weights
@@ -316,7 +329,7 @@ def outcome(name: str) -> Outcome:
         )
 
 
-@pytest.mark.parametrize("cut", [*CUTS, *OTHER_POLICIES])
+@pytest.mark.parametrize("cut", sometimes([*CUTS, *OTHER_POLICIES]))
 def test_learning_rate_zero_is_exact(cut):
     """Item 1 and the numerics contract: not a bit between scoring and training, ever."""
     exact = outcome(cut).exact
@@ -330,7 +343,7 @@ def test_learning_rate_zero_is_exact(cut):
 # --- How the rollout is cut does not matter ------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", list(CUTS)[1:])
+@pytest.mark.parametrize("name", sometimes(list(CUTS)[1:]))
 def test_items_08_and_20_gradients_do_not_depend_on_the_cut(name):
     """Of the first minibatch: micro-batch size, mesh, pad width, remat, unrolling, chunks."""
     found, expected = outcome(name), outcome("one device")
@@ -338,14 +351,14 @@ def test_items_08_and_20_gradients_do_not_depend_on_the_cut(name):
     assert_close(found.grads, expected.grads, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", list(CUTS)[1:])
+@pytest.mark.parametrize("name", sometimes(list(CUTS)[1:]))
 def test_item_20_log_probabilities_do_not_depend_on_the_cut(name):
     found, expected = outcome(name), outcome("one device")
     a, b = found.logps[found.rollout.mask], expected.logps[expected.rollout.mask]
     np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", list(CUTS)[1:])
+@pytest.mark.parametrize("name", sometimes(list(CUTS)[1:]))
 def test_item_36_metrics_do_not_depend_on_the_cut(name):
     """Ratios, clip fractions and all others, padding included."""
     found, expected = outcome(name).metrics, outcome("one device").metrics

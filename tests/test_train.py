@@ -450,6 +450,7 @@ def split(config, tmp_path_factory):
     return workdir
 
 
+@pytest.mark.slow
 def test_a_mesh_changes_no_token_of_the_first_rollout(config, split, tmp_path):
     train(config(*SHORT), tmp_path)
     name = "train_000000.jsonl"
@@ -463,6 +464,7 @@ def test_a_mesh_changes_no_token_of_the_first_rollout(config, split, tmp_path):
     assert parts["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_another_mesh(config, split, tmp_path):
     copy = shutil.copytree(split, tmp_path / "copy")
     train(config(*SHORT, "steps=2"), copy)
