@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as Spec
 
 from gspo_jax.model import moe
-from gspo_jax.model.attention import causal
+from gspo_jax.model.attention import causal, rotary
 from gspo_jax.model.transformer import rms_norm
 from gspo_jax.sharding import DATA, make_mesh, to_devices, to_host
 from tiny import tiny_policy
@@ -209,7 +209,7 @@ def routing(experts, probs=None, num_experts=E):
     if probs is None:
         probs = jnp.full((*experts.shape[:2], num_experts), 1 / num_experts)
     gates = jnp.take_along_axis(probs, experts, -1)
-    return moe.Routing(experts, gates, probs)
+    return moe.Routing(experts, gates, probs, experts)
 
 
 def sequence_load(routing, valid):
@@ -351,6 +351,7 @@ def test_dense_and_sparse_layers_run_in_order(mesh, variant, sparse):
     @jax.jit
     def one_after_the_other(policy):
         x = policy.embedding[...].at[tokens].get(out_sharding=Spec(DATA))
+        angles = rotary(positions, c.head_dim, c.rope_theta)
         layers = [
             jax.tree.map(lambda w, i=i: w[i], block)
             for block, (_, layers) in zip(policy.stacks, c.stacks, strict=True)
@@ -359,7 +360,7 @@ def test_dense_and_sparse_layers_run_in_order(mesh, variant, sparse):
         routed = []
         for number, layer in enumerate(layers):
             assert (type(layer.ffn).__name__ == "ExpertFFN") == (number in sparse)
-            x, _, found = layer(x, positions, valid, 1, full, None, number, None)
+            x, _, found = layer(x, angles, valid, 1, full, None, number, None, None)
             if number in sparse:
                 routed.append(found.experts)
         return rms_norm(x, policy.norm[...], c.norm_eps), routed
