@@ -5,7 +5,7 @@ PYTHON := .venv/bin/python
 WORKDIR ?= runs/quickstart
 SEED ?= 1
 
-.PHONY: quickstart control test test-slow bench bench-peers kills lint lock clean
+.PHONY: quickstart control test test-slow bench bench-peers methods kills lint lock clean
 
 quickstart: .venv/installed  ## cold start, GSPO, evaluation: a table in at most ten minutes
 	$(PYTHON) -m gspo_jax.train --config=configs/quickstart.py --workdir=$(WORKDIR) --config.seed=$(SEED)
@@ -15,7 +15,7 @@ control: .venv/installed  ## the same with shuffled rewards: nothing must be lea
 		--config.seed=$(SEED) --config.shuffle_rewards
 
 test: .venv/installed lint  ## all checks, under 20 minutes on 2 cores
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest -n 2 --dist loadfile
 
 test-slow: .venv/installed  ## what takes minutes: planted mistakes that must turn tests red, kills, processes
 	$(PYTHON) -m pytest -m slow
@@ -25,6 +25,9 @@ bench: .venv/installed  ## speed and memory of a step, written to bench.json
 
 bench-peers: .venv/installed | $(UV)  ## the same step in TRL and tunix, in environments of their own
 	$(PYTHON) -m benchmarks.peers
+
+methods: .venv/installed  ## the quickstart by six methods and three seeds: hours; goes on where it was
+	$(PYTHON) -m benchmarks.methods
 
 kills: .venv/installed  ## 100 SIGKILLs at random moments, each run compared with an undisturbed one
 	$(PYTHON) -W ignore -m tests.kills --kills=100

@@ -75,14 +75,38 @@ def get_config() -> ConfigDict:
     c.reward.workers = 1  # processes that judge texts; 0: this one, without a time limit
     c.reward.timeout = 10.0  # seconds for a text, then its reward is missing
 
-    c.gspo = ConfigDict()
-    c.gspo.clip_low = 3e-4  # the paper's
-    c.gspo.clip_high = 4e-4
-    c.gspo.minibatches = 4  # updates a rollout
-    c.gspo.micro_batch = 8  # rows of response_length tokens in one forward and backward pass
-    c.gspo.std_floor = 0.02  # groups whose rewards deviate less have advantage 0
-    c.gspo.balance_coef = 1e-3  # load-balancing loss of the experts
-    c.gspo.logps_chunk = 0  # response positions whose logits exist at once; 0: all
+    c.objective = ConfigDict()  # None: as the method was published
+    c.objective.method = "gspo"  # or any other of objectives.METHODS
+    c.objective.clip_low = None  # the clip range: distances from 1
+    c.objective.clip_high = None
+    c.objective.dual_clip = 0.0  # least multiple of a negative advantage, such as 3; 0: none
+    c.objective.advantage_scale = None  # "group", "batch", "none" or "others" (leave-one-out)
+    c.objective.std_floor = 0.02  # groups whose rewards deviate less have advantage 0
+    c.objective.balance_coef = 1e-3  # load-balancing loss of the experts
+    c.objective.kl = "k3"  # estimator of the divergence from the cold start
+    c.objective.kl_coef = 0.0
+    c.objective.replay = ""  # experts replayed: "R2", of the scoring pass; "R3", of the sampler
+    c.objective.mismatch = ConfigDict()  # of sampler and trainer; 0: no correction
+    c.objective.mismatch.old_logps = "scored"  # or "sampler": its own, without a scoring pass
+    c.objective.mismatch.weight_cap = 0.0  # of a token's importance weight, such as 2
+    c.objective.mismatch.band = 0.0  # for a response's mean importance ratio, such as 1e-3
+    c.objective.mismatch.off_policy = 0.0  # mean fall of log-probability, where A < 0
+    c.objective.overlong = ConfigDict()
+    c.objective.overlong.buffer = 0  # last tokens over which a penalty grows; 0: none
+    c.objective.overlong.penalty = 1.0  # at the limit
+    c.objective.overlong.untrained = False  # responses that were cut are not trained on
+
+    c.critic = ConfigDict()  # of method "ppo"
+    c.critic.learning_rate = 2e-4
+    c.critic.warmup = 8  # updates
+    c.critic.discount = 1.0
+    c.critic.trace = 0.95  # lambda of GAE
+    c.critic.clip = 0.2  # how far a value may move in the updates of one rollout
+
+    c.updates = ConfigDict()
+    c.updates.minibatches = 4  # updates a rollout
+    c.updates.micro_batch = 8  # rows of response_length tokens in one forward and backward pass
+    c.updates.logps_chunk = 0  # response positions whose logits exist at once; 0: all
 
     c.optimizer = ConfigDict()  # AdamW
     c.optimizer.learning_rate = 2e-4

@@ -62,7 +62,7 @@ def cold_start(policy: Policy, worked: WorkedSet, config: TrainConfig, mesh: jax
     optimizer = make_optimizer(OptimizerConfig(c.learning_rate, c.warmup))
     step = Program(
         functools.partial(
-            supervised_step, balance_coef=config.gspo.balance_coef, optimizer=optimizer
+            supervised_step, balance_coef=config.objective.balance_coef, optimizer=optimizer
         ),
         donate=(0,),
     )

@@ -10,17 +10,22 @@ import difflib
 import math
 import re
 import runpy
+import types
 import typing
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
+from gspo_jax.critic import CriticConfig
 from gspo_jax.data.reasoning import TaskSpec
-from gspo_jax.gspo import ClipRange
+from gspo_jax.mismatch import Mismatch
 from gspo_jax.model.transformer import PolicyConfig
+from gspo_jax.objectives import METHODS, Method
+from gspo_jax.overlong import Overlong
+from gspo_jax.rules import doubtful, impossible
 from gspo_jax.step import OptimizerConfig, UpdateConfig
 
 
@@ -72,15 +77,41 @@ class RolloutConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class GSPOConfig:
-    """The algorithm."""
+class ObjectiveConfig:
+    """What is maximised. None: as the method was published, see objectives.METHODS."""
 
-    clip_low: float
-    clip_high: float
-    minibatches: int  # M
-    micro_batch: int
+    method: str
+    clip_low: float | None
+    clip_high: float | None
+    dual_clip: float
+    advantage_scale: str | None
     std_floor: float
     balance_coef: float
+    kl: str
+    kl_coef: float
+    replay: str
+    mismatch: Mismatch
+    overlong: Overlong
+
+    @property
+    def resolved(self) -> Method:
+        """The method with what is given here."""
+        method = METHODS[self.method]
+        given = {"low": self.clip_low, "high": self.clip_high}
+        given = {key: value for key, value in given.items() if value is not None}
+        return dataclasses.replace(
+            method,
+            clip=dataclasses.replace(method.clip, **given, dual=self.dual_clip),
+            scale=self.advantage_scale or method.scale,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdatesConfig:
+    """How a rollout is cut into updates."""
+
+    minibatches: int  # M
+    micro_batch: int
     logps_chunk: int
 
 
@@ -135,24 +166,32 @@ class TrainConfig:
     cold_start: ColdStartConfig
     rollout: RolloutConfig
     reward: RewardConfig
-    gspo: GSPOConfig
+    objective: ObjectiveConfig
+    critic: CriticConfig
+    updates: UpdatesConfig
     optimizer: OptimizerConfig
     evaluation: EvaluationConfig
     checkpoint: CheckpointConfig
 
     @property
-    def update(self) -> UpdateConfig:
+    def for_step(self) -> UpdateConfig:
         """The update's part, for step.py."""
-        g = self.gspo
+        o, u = self.objective, self.updates
         return UpdateConfig(
-            clip=ClipRange(g.clip_low, g.clip_high),
-            minibatches=g.minibatches,
-            micro_batch=g.micro_batch,
+            method=o.resolved,
+            minibatches=u.minibatches,
+            micro_batch=u.micro_batch,
             group_size=self.rollout.group_size,
-            std_floor=g.std_floor,
-            balance_coef=g.balance_coef,
+            std_floor=o.std_floor,
+            balance_coef=o.balance_coef,
             temperature=self.rollout.temperature,
-            logps_chunk=g.logps_chunk,
+            logps_chunk=u.logps_chunk,
+            replay=o.replay,
+            mismatch=o.mismatch,
+            kl=o.kl,
+            kl_coef=o.kl_coef,
+            overlong=o.overlong,
+            critic=self.critic,
         )
 
 
@@ -207,10 +246,10 @@ def from_config_dict(config: ConfigDict | Mapping[str, Any]) -> TrainConfig:
     problems: list[str] = []
     built = _build(TrainConfig, values, "", problems)
     if not problems:
-        problems = list(_impossible(built))
+        problems = list(impossible(built))
     if problems:
         raise ValueError("the config cannot be used:\n" + "\n".join(f"  {p}" for p in problems))
-    for warning in _doubtful(built):
+    for warning in doubtful(built):
         warnings.warn(warning, stacklevel=2)
     return built
 
@@ -264,6 +303,10 @@ def _name(hint: Any) -> str:
 
 def _convert(hint: Any, value: Any, path: str, problems: list[str]) -> Any:
     origin = typing.get_origin(hint)
+    if origin is types.UnionType:  # … | None
+        if value is None:
+            return None
+        return _convert(typing.get_args(hint)[0], value, path, problems)
     if dataclasses.is_dataclass(hint):
         return _build(hint, value, f"{path}.", problems)
     if origin is tuple and isinstance(value, list | tuple):
@@ -281,168 +324,3 @@ def _convert(hint: Any, value: Any, path: str, problems: list[str]) -> Any:
     elif hint is float and not math.isfinite(value):
         problems.append(f"{path}={value}: must be a finite number")
     return value
-
-
-def _impossible(c: TrainConfig) -> Iterator[str]:
-    """What cannot work, as 'key=value: why; remedy'."""
-    p, m, r, g, o = c.policy, c.mesh, c.rollout, c.gspo, c.optimizer
-    positive = {
-        "mesh": (m, "fsdp expert tensor"),
-        "policy": (p, "vocab_size hidden_size num_layers num_heads num_kv_heads head_dim"),
-        "rollout": (r, "prompts slots response_length"),
-        "gspo": (g, "minibatches micro_batch"),
-        "evaluation": (c.evaluation, "samples"),
-        "checkpoint": (c.checkpoint, "every keep"),
-        "data": (c.data, "train heldout"),
-        "cold_start": (c.cold_start, "batch"),
-    }
-    not_negative = {
-        "policy": (p, "num_experts"),
-        "data": (c.data, "cold_start"),
-        "cold_start": (c.cold_start, "steps learning_rate warmup"),
-        "gspo": (g, "std_floor balance_coef logps_chunk"),
-        "optimizer": (o, "learning_rate warmup weight_decay"),
-        "evaluation": (c.evaluation, "every"),
-        "reward": (c.reward, "workers"),
-    }
-    above_zero = {
-        "reward": (c.reward, "timeout"),
-        "policy": (p, "rope_theta norm_eps"),
-        "optimizer": (o, "eps max_grad_norm"),
-    }
-
-    def table(parts: Mapping[str, tuple[Any, str]]) -> Iterator[tuple[str, Any]]:
-        for section, (part, keys) in parts.items():
-            for key in keys.split():
-                yield f"{section}.{key}", getattr(part, key)
-
-    whole = [("steps", c.steps), ("fused_steps", c.fused_steps), *table(not_negative)]
-    for key, value in whole:
-        if value < 0:
-            yield f"{key}={value}: must not be negative; 0 is the least"
-    for key, value in table(above_zero):
-        if value <= 0:
-            yield f"{key}={value}: must be above 0"
-    bad = [f"{key}={value}: must be at least 1" for key, value in table(positive) if value < 1]
-    yield from bad
-    if bad:
-        return  # the rules below divide by them
-
-    def divides(key: str, value: int, by_key: str, by: int) -> Iterator[str]:
-        if value % by:
-            lower, upper = value - value % by, value + by - value % by
-            near = f"{lower} or {upper}" if lower else str(upper)
-            yield f"{key}={value}: must be a multiple of {by_key} = {by}; {near} would do"
-
-    yield from divides("policy.hidden_size", p.hidden_size, "mesh.fsdp", m.fsdp)
-    for key in ("vocab_size", "num_heads", "num_kv_heads"):
-        yield from divides(f"policy.{key}", getattr(p, key), "mesh.tensor", m.tensor)
-    yield from divides("policy.num_heads", p.num_heads, "policy.num_kv_heads", p.num_kv_heads)
-    yield from divides("policy.head_dim", p.head_dim, "two rotated halves", 2)
-    if p.sparse_step < 1:
-        yield f"policy.sparse_step={p.sparse_step}: must be at least 1 (1: every layer)"
-    elif p.num_sparse_layers:
-        yield from divides("policy.num_experts", p.num_experts, "mesh.expert", m.expert)
-        yield from divides("policy.expert_width", p.expert_width, "mesh.tensor", m.tensor)
-        if p.expert_width < 1:
-            yield f"policy.expert_width={p.expert_width}: must be at least 1"
-        if not 1 <= p.experts_per_token <= p.num_experts:
-            yield (
-                f"policy.experts_per_token={p.experts_per_token}: must lie in "
-                f"[1, policy.num_experts = {p.num_experts}]"
-            )
-    if p.sparse_step >= 1 and p.num_sparse_layers < p.num_layers:
-        yield from divides("policy.dense_width", p.dense_width, "mesh.tensor", m.tensor)
-        if p.dense_width < 1:
-            yield f"policy.dense_width={p.dense_width}: some layers have no experts and need it"
-    for layer in p.dense_layers:
-        if not 0 <= layer < p.num_layers:
-            yield f"policy.dense_layers={p.dense_layers}: layers are 0 to {p.num_layers - 1}"
-    if p.compute_dtype not in ("float32", "bfloat16"):
-        yield f"policy.compute_dtype={p.compute_dtype!r}: must be 'float32' or 'bfloat16'"
-    if p.grouped_matmul not in ("auto", "ragged", "padded"):
-        yield f"policy.grouped_matmul={p.grouped_matmul!r}: must be 'auto', 'ragged' or 'padded'"
-    if p.unroll < 1:
-        yield f"policy.unroll={p.unroll}: must be at least 1"
-
-    by_key = "gspo.minibatches * mesh.fsdp * mesh.expert"
-    yield from divides("rollout.prompts", r.prompts, by_key, g.minibatches * m.shards)
-    yield from divides("rollout.slots", r.slots, "mesh.fsdp * mesh.expert", m.shards)
-    yield from divides("gspo.micro_batch", g.micro_batch, "mesh.fsdp * mesh.expert", m.shards)
-    yield from divides("cold_start.batch", c.cold_start.batch, "mesh.fsdp * mesh.expert", m.shards)
-    minibatch = r.prompts * max(r.group_size, 1) // g.minibatches
-    if minibatch % g.micro_batch:
-        yield (
-            f"gspo.micro_batch={g.micro_batch}: must divide the {minibatch} sequences of a "
-            "minibatch (rollout.prompts * rollout.group_size / gspo.minibatches)"
-        )
-    if r.group_size < 2:
-        yield f"rollout.group_size={r.group_size}: a group of one has no advantage; take 2 or more"
-    if r.prompt_length < 2:
-        yield f"rollout.prompt_length={r.prompt_length}: must be at least 2"
-    if r.prompt_length + r.response_length > p.max_positions:
-        yield (
-            f"rollout.prompt_length={r.prompt_length}: with rollout.response_length="
-            f"{r.response_length} it exceeds the context, policy.max_positions="
-            f"{p.max_positions}; shorten one of them"
-        )
-    if r.temperature <= 0:
-        yield f"rollout.temperature={r.temperature}: must be above 0; greedy groups are all equal"
-    for key in ("clip_low", "clip_high"):
-        if not 0 <= getattr(g, key) < (1 if key == "clip_low" else float("inf")):
-            yield (
-                f"gspo.{key}={getattr(g, key)}: the band is [1 - clip_low, 1 + clip_high], "
-                "an inverted or negative one clips everything; give distances from 1, such as 3e-4"
-            )
-    if c.fused_steps:
-        periods = {
-            "steps": c.steps,
-            "checkpoint.every": c.checkpoint.every,
-            "evaluation.every": c.evaluation.every,
-        }
-        for key, value in periods.items():
-            yield from divides(key, value, "fused_steps", c.fused_steps)
-    if c.reward.tokens and c.shuffle_rewards:
-        yield (
-            "shuffle_rewards=True: permutes rewards on the host, and reward.tokens is not computed "
-            "there; set reward.tokens to ''"
-        )
-    for key in ("b1", "b2"):
-        if not 0 <= getattr(o, key) < 1:
-            yield f"optimizer.{key}={getattr(o, key)}: must lie in [0, 1)"
-    if not 0 <= c.seed < 2**31:
-        yield f"seed={c.seed}: must lie in [0, 2**31)"
-    if c.data.tokenizer != "ascii":
-        yield f"data.tokenizer={c.data.tokenizer!r}: must be 'ascii'"
-    elif p.vocab_size < 128 + len(c.data.phrases):
-        yield (
-            f"policy.vocab_size={p.vocab_size}: the ascii tokenizer has 128 ids and one for each "
-            f"of data.phrases, {128 + len(c.data.phrases)} in all; raise it"
-        )
-    if len(set(c.data.phrases)) < len(c.data.phrases) or "" in c.data.phrases:
-        yield f"data.phrases={c.data.phrases}: must be distinct and not empty; remove the others"
-    if c.cold_start.steps and not c.data.cold_start:
-        yield "data.cold_start=0: cold_start.steps needs worked examples; raise it"
-    if not c.data.tasks:
-        yield "data.tasks={}: name at least one reasoning-gym task"
-    for task in c.data.tasks:
-        try:
-            c.data.spec(task)
-        except ValueError as error:
-            yield f"data.tasks: {error}"
-
-
-def _doubtful(c: TrainConfig) -> Iterator[str]:
-    """What works but is probably a mistake."""
-    for key in ("clip_low", "clip_high"):
-        value = getattr(c.gspo, key)
-        if value >= 0.01:
-            yield (
-                f"gspo.{key}={value}: a sequence ratio is a geometric mean and hardly ever leaves "
-                "such a band, so nothing is clipped; the paper uses 3e-4 and 4e-4"
-            )
-    if c.gspo.minibatches == 1:
-        yield (
-            "gspo.minibatches=1: one update per rollout has ratio 1 everywhere and clips nothing; "
-            "the paper uses 4"
-        )

@@ -35,7 +35,7 @@ from gspo_jax.sharding import (
     to_devices,
     to_rows,
 )
-from gspo_jax.step import init_state, make_optimizer
+from gspo_jax.step import beginning, make_optimizer
 from gspo_jax.workdir import claim, read_json, write_lines
 
 Scores = dict[str, dict[str, float]]  # task -> greedy, avg<k>, pass<k>
@@ -172,7 +172,8 @@ def evaluate(workdir: Path, step: int | None = None) -> tuple[Scores, int]:
         with Checkpoints(workdir, config.checkpoint.keep) as checkpoints:
             newest = checkpoints.latest()
             optimizer = make_optimizer(config.optimizer)
-            target = jax.eval_shape(lambda: init_state(init_policy(config.policy, 0), optimizer))
+            begin = beginning(config.for_step, optimizer)
+            target = jax.eval_shape(lambda: begin(init_policy(config.policy, 0)))
             try:
                 state, _, step = checkpoints.restore_state(target, step)
             except FileNotFoundError as error:

@@ -8,11 +8,12 @@ reward r_i, one advantage A_i and ONE ratio s_i, and the objective clips whole s
     J   = mean_i min( s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i )             (Eq. 5)
 
 Everything here is float32: the clip range is 3e-4 wide, about a tenth of what bfloat16 resolves.
-Sums over sequences are returned as sums, so that micro-batches and meshes add up to the same
-gradient; the caller divides by the number of sequences in the minibatch.
+Its relatives, which share its signature, and the mean over the sequences of a minibatch are in
+objectives.py.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +25,24 @@ MAX_LOG_RATIO = 20.0
 
 @dataclasses.dataclass(frozen=True)
 class ClipRange:
-    """The band [1 - low, 1 + high] of sequence ratios that still carry gradient."""
+    """The band [1 - low, 1 + high] of ratios that still carry gradient."""
 
     low: float = 3e-4
     high: float = 4e-4
+    dual: float = 0.0  # c of the dual clip (arXiv 1912.09729): for A < 0 no less than c A; 0: off
+
+
+class Surrogate(NamedTuple):
+    """What an objective makes of the tokens of B responses.
+
+    Its arrays are [B, R], or [B, 1] where all tokens of a response share a value. At masked
+    positions they are finite and mean nothing.
+    """
+
+    terms: Float[Array, "B #R"]  # to be maximised
+    ratio: Float[Array, "B #R"]  # the one that is clipped
+    clip_low: Bool[Array, "B #R"]  # the clip removes the gradient from below
+    clip_high: Bool[Array, "B #R"]  # and from above
 
 
 def group_advantages(
@@ -35,6 +50,7 @@ def group_advantages(
     groups: Int[Array, " B"],
     num_groups: int,
     std_floor: float = 1e-4,
+    scale: str = "group",
 ) -> Float[Array, " B"]:
     """Rewards, centred and scaled inside each group (Eq. 6).
 
@@ -43,6 +59,9 @@ def group_advantages(
       groups: the group each response belongs to, in [0, num_groups). Order and size are free.
       num_groups: the number of groups, static.
       std_floor: a group whose standard deviation (ddof 1) is below it is constant: advantages 0.
+      scale: what a centred reward is divided by. "group": the deviation of its group; "batch": that
+        of all centred rewards; "none": nothing; "others": (G - 1) / G, so that the baseline is the
+        mean of the others (leave-one-out, arXiv 2402.14740).
 
     Returns:
       Advantages. Exactly 0 for a constant group, a group of one, and a missing reward; a missing
@@ -61,9 +80,16 @@ def group_advantages(
     centred = jnp.where(present, rewards - mean[groups], 0.0)
     # From centred values: E[x^2] - E[x]^2 leaves rounding residue where all rewards are equal.
     std = jnp.sqrt(per_group(centred**2) / jnp.maximum(count - 1.0, 1.0))
-    varied = std >= std_floor
-    scale = jnp.where(varied, 1.0 / jnp.where(varied, std, 1.0), 0.0)
-    return centred * scale[groups]
+    varied = (std >= std_floor) & (std > 0)
+    whole = jnp.sqrt((centred**2).sum() / jnp.maximum(present.sum() - 1.0, 1.0))
+    divisor = {
+        "group": std,
+        "batch": jnp.full_like(std, whole),
+        "none": jnp.ones_like(std),
+        "others": (count - 1.0) / jnp.maximum(count, 1.0),
+    }[scale]
+    factor = jnp.where(varied, 1.0 / jnp.where(varied, divisor, 1.0), 0.0)
+    return centred * factor[groups]
 
 
 def log_sequence_ratio(
@@ -85,31 +111,35 @@ def bounded_ratio(log_ratio: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 @jax.named_scope("clip")
 def clipped_objective(
-    log_ratio: Float[Array, "*shape"], advantages: Float[Array, "*shape"], clip: ClipRange
-) -> tuple[Float[Array, "*shape"], Bool[Array, "*shape"], Bool[Array, "*shape"]]:
+    log_ratio: Float[Array, "B #R"], advantages: Float[Array, "B #R"], clip: ClipRange
+) -> Surrogate:
     """min(s A, clip(s) A), elementwise (the summand of Eq. 5).
 
-    Returns:
-      The objective, and whether the clip removes the gradient from below (s < 1 - low, A < 0) or
-      from above (s > 1 + high, A > 0). A ratio outside the band with the other sign of A keeps
-      its gradient: the policy moved against the advantage and is to come back.
+    The clip removes the gradient from below (s < 1 - low, A < 0) or from above (s > 1 + high,
+    A > 0). A ratio outside the band with the other sign of A keeps its gradient: the policy moved
+    against the advantage and is to come back, unless the dual clip holds it (s > dual, A < 0).
     """
     ratio = bounded_ratio(log_ratio)
     clipped = jnp.clip(ratio, 1.0 - clip.low, 1.0 + clip.high)
     objective = jnp.minimum(ratio * advantages, clipped * advantages)
     too_low = (ratio < 1.0 - clip.low) & (advantages < 0)
     too_high = (ratio > 1.0 + clip.high) & (advantages > 0)
-    return objective, too_low, too_high
+    if clip.dual:
+        objective = jnp.where(
+            advantages < 0, jnp.maximum(objective, clip.dual * advantages), objective
+        )
+        too_high |= (ratio > clip.dual) & (advantages < 0)
+    return Surrogate(objective, ratio, too_low, too_high)
 
 
 def gspo(
     logps: Float[Array, "B R"],
     old_logps: Float[Array, "B R"],
     mask: Bool[Array, "B R"],
-    advantages: Float[Array, " B"],
+    advantages: Float[Array, "B 1"],
     clip: ClipRange,
-) -> tuple[Float[Array, " B"], dict[str, Array]]:
-    """The GSPO objective of every response; an empty response has objective 0.
+) -> Surrogate:
+    """The GSPO objective of every response (Eq. 5).
 
     Args:
       logps: log pi_new(y_t | x, y_<t), differentiable.
@@ -117,16 +147,6 @@ def gspo(
       mask: the trained response tokens, the end token included.
       advantages: one per response.
       clip: the clip range of the sequence ratio.
-
-    Returns:
-      The objective per response, to be maximised in the mean over non-empty responses, and
-      {"ratio", "clip_low", "clip_high"} per response.
     """
     log_ratio = log_sequence_ratio(logps, jax.lax.stop_gradient(old_logps), mask)
-    objective, too_low, too_high = clipped_objective(log_ratio, advantages, clip)
-    objective = jnp.where(mask.any(-1), objective, 0.0)
-    return objective, {
-        "ratio": bounded_ratio(log_ratio),
-        "clip_low": too_low,
-        "clip_high": too_high,
-    }
+    return clipped_objective(log_ratio[:, None], advantages, clip)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from gspo_jax.model.attention import MASKED, grouped_context, grouped_scores, head_major
 from gspo_jax.model.moe import Load
@@ -107,21 +107,20 @@ class Rows(NamedTuple):
     prompts: Int[Array, "B u"]  # of the row, as numbers among those of its data shard
 
 
-def row_logps(
+def row_hidden(
     policy: Policy,
     prefix: Prefix,
     prompt_mask: Bool[Array, "Q P"],
     rows: Rows,
     count: int,
-    temperature: float = 1.0,
-    chunk: int = 0,
-) -> Scored:
-    """Log-probabilities of the targets of rows, [B, C]; the routers' view is of the rows alone.
+    replay: Integer[Array, "Ls B C k"] | None = None,
+) -> tuple[Float[Array, "B C D"], Routed | None]:
+    """Hidden states of rows, and the routers' view of the rows alone.
 
     Args:
       prefix, prompt_mask: of the prompts, which lie where their rows do (`read_prompts`).
       count: segments in a row.
-      temperature, chunk: see token_logps.
+      replay: experts to take in place of those that the routers choose.
     """
     width, wide = rows.tokens.shape[1], rows.prompts.shape[1]
     before = jnp.tril(jnp.ones((width, width), bool))
@@ -140,8 +139,34 @@ def row_logps(
         return grouped_context(jax.nn.softmax(scores, -1), v), cache
 
     hidden, _, routed = policy(
-        rows.tokens, rows.positions, rows.segments, attend, prefix=prefix.cache, count=count
+        rows.tokens,
+        rows.positions,
+        rows.segments,
+        attend,
+        prefix=prefix.cache,
+        count=count,
+        replay=replay,
     )
+    return hidden, routed
+
+
+def row_logps(
+    policy: Policy,
+    prefix: Prefix,
+    prompt_mask: Bool[Array, "Q P"],
+    rows: Rows,
+    count: int,
+    temperature: float = 1.0,
+    chunk: int = 0,
+    replay: Integer[Array, "Ls B C k"] | None = None,
+) -> Scored:
+    """Log-probabilities of the targets of rows, [B, C].
+
+    Args:
+      prefix, prompt_mask, count, replay: see row_hidden.
+      temperature, chunk: see token_logps.
+    """
+    hidden, routed = row_hidden(policy, prefix, prompt_mask, rows, count, replay)
     return Scored(*token_logps(policy, hidden, rows.targets, temperature, chunk), routed)
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as Spec
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
 
 from gspo_jax.logps import Rows
 from gspo_jax.rollout import Rollout
@@ -37,6 +37,8 @@ class Packed(NamedTuple):
     rows: Rows  # [M, J, B, ...]
     spans: Spans  # [M, J, B, SEGMENTS]
     sampler_logps: Float[Array, "M J B C"]
+    experts: Integer[Array, "M J B C Ls k"] | None  # of the sampler, if the rollout has them
+    prompt_experts: Integer[Array, "M Q T Ls k"] | None
     used: Int[Array, " M"]  # micro-batches that hold responses; the others are empty
 
 
@@ -99,8 +101,8 @@ def pack(rollout: Rollout, minibatches: int, micro_batch: int, group_size: int) 
         )
     rows = micro_batch // shards
 
-    def minibatch(prompts, prompt_mask, responses, mask, logps):
-        """Of one data shard: prompts [m // group_size, P], the rest [m, R]."""
+    def minibatch(prompts, prompt_mask, prompt_experts, responses, mask, logps, experts):
+        """Of one data shard: prompts [m // group_size, P], the rest [m, R, ...]."""
         prompt = jnp.arange(m) // group_size
         lengths = mask.sum(1)
         row, start, segment, which, owners = first_fit(lengths, prompt, width)
@@ -110,9 +112,9 @@ def pack(rollout: Rollout, minibatches: int, micro_batch: int, group_size: int) 
         source = jnp.full(m * width, m * width).at[flat].set(jnp.arange(m * width), mode="drop")
 
         def by_token(x):
-            x = jnp.broadcast_to(x, (m, width)).ravel()
-            x = x.at[source].get(mode="fill", fill_value=0)
-            return x.reshape(-1, rows, width)
+            x = jnp.broadcast_to(x, (m, width, *x.shape[2:]))
+            x = x.reshape(m * width, *x.shape[2:]).at[source].get(mode="fill", fill_value=0)
+            return x.reshape(-1, rows, width, *x.shape[1:])
 
         def by_span(x):
             spans = jnp.zeros((m, SEGMENTS), jnp.int32).at[row, segment].set(x, mode="drop")
@@ -129,20 +131,35 @@ def pack(rollout: Rollout, minibatches: int, micro_batch: int, group_size: int) 
         )
         spans = Spans(by_span(jnp.arange(m)), by_span(start), by_span(lengths))
         used = (jnp.where(lengths > 0, row, -1).max() + rows) // rows
-        return Packed(prompts, prompt_mask, packed, spans, by_token(logps), used)
+        return Packed(
+            prompts,
+            prompt_mask,
+            packed,
+            spans,
+            by_token(logps),
+            None if experts is None else by_token(experts),
+            prompt_experts,
+            used,
+        )
 
-    def shard(prompts, prompt_mask, *rest):
-        own = (x[::group_size] for x in (prompts, prompt_mask))
-        parts = (x.reshape(minibatches, -1, *x.shape[1:]) for x in (*own, *rest))
+    def shard(prompts, prompt_mask, responses, mask, logps, experts):
+        before = None if experts is None else experts[:, : prompts.shape[1] - 1]
+        after = None if experts is None else experts[:, prompts.shape[1] - 1 :]
+        own = jax.tree.map(lambda x: x[::group_size], (prompts, prompt_mask, before))
+        parts = jax.tree.map(
+            lambda x: x.reshape(minibatches, -1, *x.shape[1:]),
+            (*own, responses, mask, logps, after),
+        )
         packed = jax.vmap(minibatch)(*parts)
         return packed._replace(used=lax.pmax(packed.used, DATA))
 
-    batch = Spec(None, None, DATA)
+    first, batch = Spec(None, DATA), Spec(None, None, DATA)
+    r = rollout
     return jax.shard_map(
         shard,
         in_specs=Spec(DATA),
-        out_specs=Packed(Spec(None, DATA), Spec(None, DATA), batch, batch, batch, Spec()),
-    )(rollout.prompts, rollout.prompt_mask, rollout.responses, rollout.mask, rollout.logps)
+        out_specs=Packed(first, first, batch, batch, batch, batch, first, Spec()),
+    )(r.prompts, r.prompt_mask, r.responses, r.mask, r.logps, r.experts)
 
 
 def per_span(values: Shaped[Array, " B"], spans: Spans) -> Shaped[Array, "M J b n"]:

@@ -49,10 +49,10 @@ class _Phases:
         self._text, self._checkpoints = text, checkpoints
         self._tokens = TokenReward(config, sources) if config.reward.tokens else None
         self._key = jax.random.key(config.seed)
-        sampling = sampling_config(config, sources)
+        sampling = sampling_config(config, sources, record_experts=config.objective.replay == "R3")
         self._sample = functools.partial(sample, config=sampling)
-        self._score = functools.partial(score, config=config.update)
-        self._update = functools.partial(update, config=config.update, optimizer=optimizer)
+        self._score = functools.partial(score, config=config.for_step)
+        self._update = functools.partial(update, config=config.for_step, optimizer=optimizer)
 
     def _inputs(self, step: int) -> tuple[Any, Any]:
         """Prompts and, for a reward of tokens, reference answers of a step; host arrays."""
@@ -94,7 +94,9 @@ class TwoPhase(_Phases):
                 clock.time("checkpoint", self._checkpoints.save_rollout, step, rollout, {})
         self._unjudged = rollout
         judging = None if self._tokens else self._text.begin(step, to_rows(rollout))
-        batches = clock.time("score", self._scorer, state.policy, rollout)
+        batches = clock.time(
+            "score", self._scorer, state.policy, rollout, state.reference, state.critic
+        )
         if judging is None:
             rewards = clock.time("reward", self._rewarder, rollout, answers, np.int32(step))
         else:

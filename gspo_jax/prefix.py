@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as Spec
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Integer
 
 from gspo_jax.model import attention
 from gspo_jax.model.moe import Load
@@ -34,11 +34,17 @@ def empty_cache(config: PolicyConfig, batch: tuple[int, ...], length: int) -> at
 
 
 def read_prompts(
-    policy: Policy, prompts: Int[Array, "Q P"], mask: Bool[Array, "Q P"]
+    policy: Policy,
+    prompts: Int[Array, "Q P"],
+    mask: Bool[Array, "Q P"],
+    replay: Integer[Array, "Ls Q T k"] | None = None,
 ) -> tuple[Prefix, Int[Array, "Ls Q T k"] | None]:
     """The prefix of left-padded prompts, and the experts of its tokens.
 
     The last token of a prompt is left to its responses: it is the first input of each.
+
+    Args:
+      replay: experts to take in place of those that the routers choose.
     """
     tokens, mask = prompts[:, :-1], mask[:, :-1]
     full = attention.causal(mask.astype(jnp.int32))
@@ -50,12 +56,7 @@ def read_prompts(
 
     positions = jnp.maximum(jnp.cumsum(mask, 1) - 1, 0)
     cache = empty_cache(policy.config, tokens.shape[:1], tokens.shape[1])
-    _, cache, routed = policy(tokens, positions, mask, attend, cache)
-    return (
-        (Prefix(cache, None), None)
-        if routed is None
-        else (
-            Prefix(cache, routed.load),
-            routed.experts,
-        )
-    )
+    _, cache, routed = policy(tokens, positions, mask, attend, cache, replay=replay)
+    if routed is None:
+        return Prefix(cache, None), None
+    return Prefix(cache, routed.load), routed.experts

@@ -18,9 +18,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as Spec
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
+from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray, Shaped
 
 from gspo_jax.model import attention
+from gspo_jax.model.moe import id_dtype
 from gspo_jax.model.transformer import Policy, layer_by_layer
 from gspo_jax.prefix import empty_cache, read_prompts
 from gspo_jax.sharding import DATA, data_shards
@@ -55,7 +56,7 @@ class Rollout(NamedTuple):
     rewards: Float[Array, " B"]  # NaN: missing
     iterations: Int[Array, ""]  # of the decode loop
     slot_steps: Int[Array, ""]  # slots that they visited, idle ones included
-    experts: Int[Array, "B S Ls k"] | None = None  # of the P + R - 1 input tokens; -1: no input
+    experts: Integer[Array, "B S Ls k"] | None = None  # of the P + R - 1 input tokens; -1: no input
 
 
 # Tokens that are forced, such as a tool's output: (response, position, token) -> token, by slot.
@@ -75,7 +76,7 @@ class _Loop(NamedTuple):
     logps: Float[Array, "Z n R"]
     lengths: Int[Array, "Z n"]
     finished: Bool[Array, "Z n"]
-    experts: Int[Array, "Z n R Ls k"] | None
+    experts: Integer[Array, "Z n R Ls k"] | None
 
 
 def widths(slots: int) -> list[int]:
@@ -266,7 +267,7 @@ def sample(
 
         experts = s.experts
         if experts is not None:
-            experts = write(experts, jnp.moveaxis(routed.experts, 0, 2))
+            experts = write(experts, jnp.moveaxis(routed.experts, 0, 2).astype(id_type))
         response = jnp.where(done, s.queue[:, None] + jnp.cumsum(done, 1) - 1, s.response)
         return _Loop(
             time=s.time + 1,
@@ -302,6 +303,7 @@ def sample(
     first = full((slots,), 0, jnp.int32) + jnp.arange(slots, dtype=jnp.int32)[None]
     sparse, k = policy.config.num_sparse_layers, policy.config.experts_per_token
     record = c.record_experts and sparse > 0
+    id_type = id_dtype(policy.config.num_experts)
     end = _Loop(
         time=jnp.int32(0),
         queue=full((), slots, jnp.int32),
@@ -313,7 +315,7 @@ def sample(
         logps=full((n, length), 0.0, jnp.float32),
         lengths=full((n,), 0, jnp.int32),
         finished=full((n,), False, bool),
-        experts=full((n, length, sparse, k), -1, jnp.int32) if record else None,
+        experts=full((n, length, sparse, k), -1, id_type) if record else None,
     )
     slot_steps = jnp.int32(0)
     stages = widths(slots) if c.shrinks else [slots]
@@ -326,8 +328,8 @@ def sample(
         slot_steps += (end.time - begun) * width * shards
     experts = None
     if record:
-        context = jnp.moveaxis(prompt_experts, 0, 2)
-        context = jnp.where(prompt_mask[:, :-1, None, None], context, -1)
+        context = jnp.moveaxis(prompt_experts, 0, 2).astype(id_type)
+        context = jnp.where(prompt_mask[:, :-1, None, None], context, id_type.type(-1))
         experts = to_rows(jnp.concatenate([per_response(context), end.experts], 2))
     return Rollout(
         prompts=to_rows(per_response(prompts)),

@@ -34,7 +34,7 @@ from gspo_jax.program import Clock
 from gspo_jax.reward import TextReward, open_judge
 from gspo_jax.rewards.pool import RewardFailed
 from gspo_jax.sharding import make_mesh, somewhere
-from gspo_jax.step import init_state, make_optimizer
+from gspo_jax.step import beginning, make_optimizer
 from gspo_jax.workdir import claim, read_json, room, what_is_saved, write_json
 
 # What may change when a run is continued: the rest would make it another run.
@@ -48,8 +48,8 @@ CHANGEABLE = (
     "data.dir",  # the fingerprint of the data tells whether they are the same
     "evaluation.every",
     "rollout.slots",
-    "gspo.micro_batch",
-    "gspo.logps_chunk",
+    "updates.micro_batch",
+    "updates.logps_chunk",
     "policy.remat",
     "policy.unroll",
     "policy.grouped_matmul",
@@ -119,7 +119,7 @@ def train(config: TrainConfig, workdir: Path) -> dict[str, Any]:
         phases = kind(config, sources, mesh, optimizer, text, checkpoints)
 
         # ---- The state: restored, or begun with a cold start -------------------------------
-        begin = functools.partial(init_state, optimizer=optimizer)
+        begin = beginning(config.for_step, optimizer)
         if begun:
             target = jax.eval_shape(lambda: begin(init_policy(config.policy, config.seed)))
             state, meta, step = checkpoints.restore_state(target)

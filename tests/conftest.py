@@ -1,6 +1,7 @@
 """Every test runs on 8 virtual CPU devices, with shapes checked and rank promotion an error."""
 
 import os
+from collections.abc import Iterator
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
@@ -21,3 +22,10 @@ def mesh():
     one = make_mesh()
     with jax.set_mesh(one):
         yield one
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_programs() -> Iterator[None]:
+    """Each compiled program maps memory, of which a process may have only so many pieces."""
+    yield
+    jax.clear_caches()

@@ -23,7 +23,7 @@ from gspo_jax.model.transformer import Policy, init_policy
 from gspo_jax.program import Program
 from gspo_jax.reward import TextReward
 from gspo_jax.sharding import make_mesh
-from gspo_jax.step import init_state, make_optimizer
+from gspo_jax.step import beginning, make_optimizer
 
 OPTIMIZER = functools.cache(make_optimizer)
 
@@ -116,7 +116,7 @@ def saved(
     workdir: Path, config: TrainConfig, step: int | None = None
 ) -> tuple[list[np.ndarray], int]:
     """The leaves of a saved state (default: the newest), and its step."""
-    begin = functools.partial(init_state, optimizer=make_optimizer(config.optimizer))
+    begin = beginning(config.for_step, make_optimizer(config.optimizer))
     with jax.set_mesh(make_mesh()), Checkpoints(workdir, 9) as checkpoints:
         target = jax.eval_shape(lambda: begin(init_policy(config.policy, 0)))
         state, _, step = checkpoints.restore_state(target, step)

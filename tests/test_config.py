@@ -74,10 +74,10 @@ def test_the_whole_step_of_every_config_type_checks_without_devices(path, mesh):
         )
         assert rollout.responses.shape == (r.prompts * r.group_size, r.response_length)
         scored = jax.eval_shape(
-            functools.partial(score, config=config.update), state.policy, rollout
+            functools.partial(score, config=config.for_step), state.policy, rollout
         )
         after, _ = jax.eval_shape(
-            functools.partial(update, config=config.update, optimizer=optimizer),
+            functools.partial(update, config=config.for_step, optimizer=optimizer),
             state,
             rollout,
             scored,
@@ -101,8 +101,8 @@ def refusal(*overrides):
         ("mesh.fsdp=0", "at least 1"),
         ("policy.num_layers=0", "at least 1"),
         ("rollout.slots=0", "at least 1"),
-        ("gspo.minibatches=0", "at least 1"),
-        ("gspo.micro_batch=-1", "at least 1"),
+        ("updates.minibatches=0", "at least 1"),
+        ("updates.micro_batch=-1", "at least 1"),
         ("evaluation.samples=0", "at least 1"),
         ("checkpoint.every=0", "at least 1"),
         ("checkpoint.keep=0", "at least 1"),
@@ -113,8 +113,8 @@ def refusal(*overrides):
         ("policy.num_experts=-8", "not be negative"),
         ("data.cold_start=-1", "not be negative"),
         ("cold_start.learning_rate=-0.1", "not be negative"),
-        ("gspo.std_floor=-0.1", "not be negative"),
-        ("gspo.balance_coef=-0.1", "not be negative"),
+        ("objective.std_floor=-0.1", "not be negative"),
+        ("objective.balance_coef=-0.1", "not be negative"),
         ("optimizer.learning_rate=-0.1", "not be negative"),
         ("optimizer.warmup=-1", "not be negative"),
         ("evaluation.every=-1", "not be negative"),
@@ -140,18 +140,28 @@ def refusal(*overrides):
         ("policy.compute_dtype='float16'", "'float32' or 'bfloat16'"),
         ("policy.grouped_matmul='dense'", "'auto', 'ragged' or 'padded'"),
         ("policy.unroll=0", "at least 1"),
-        ("rollout.prompts=7", "gspo.minibatches * mesh.fsdp * mesh.expert = 2; 6 or 8"),
+        ("rollout.prompts=7", "updates.minibatches * mesh.fsdp * mesh.expert = 2; 6 or 8"),
         ("rollout.slots=63 mesh.expert=2", "mesh.fsdp * mesh.expert = 2; 62 or 64"),
-        ("gspo.micro_batch=31 mesh.fsdp=2", "mesh.fsdp * mesh.expert = 2; 30 or 32"),
+        ("updates.micro_batch=31 mesh.fsdp=2", "mesh.fsdp * mesh.expert = 2; 30 or 32"),
         ("cold_start.batch=63 mesh.fsdp=2", "mesh.fsdp * mesh.expert = 2; 62 or 64"),
-        ("gspo.micro_batch=12", "divide the 16 sequences of a minibatch"),
+        ("updates.micro_batch=12", "divide the 16 sequences of a minibatch"),
         ("rollout.group_size=1", "take 2 or more"),
         ("rollout.prompt_length=1", "at least 2"),
         ("rollout.prompt_length=60", "exceeds the context, policy.max_positions=64; shorten"),
         ("rollout.temperature=0.0", "above 0"),
-        ("gspo.clip_low=-0.0003", "give distances from 1"),
-        ("gspo.clip_low=1.0", "give distances from 1"),
-        ("gspo.clip_high=-0.0004", "give distances from 1"),
+        ("objective.clip_low=-0.0003", "give distances from 1"),
+        ("objective.clip_low=1.0", "give distances from 1"),
+        ("objective.clip_high=-0.0004", "give distances from 1"),
+        ("objective.method='gspo2'", "must be one of 'gspo', 'gspo_token', "),
+        ("objective.replay='R4'", "must be one of '', 'R2', 'R3'"),
+        ("objective.kl='k4'", "must be one of 'k1', 'k2', 'k3'"),
+        ("objective.advantage_scale='std'", "must be one of None, 'group', "),
+        ("objective.mismatch.old_logps='old'", "must be one of 'scored', 'sampler'"),
+        ("objective.mismatch.band=-0.1", "not be negative"),
+        ("objective.overlong.buffer=13", "must not exceed rollout.response_length=12"),
+        ("objective.dual_clip=1.0", "take 3, or 0"),
+        ("critic.trace=1.5", "[0, 1]"),
+        ("critic.clip=0.0", "above 0"),
         ("optimizer.b1=1.0", "[0, 1)"),
         ("optimizer.b2=-0.1", "[0, 1)"),
         ("seed=-1", "[0, 2**31)"),
@@ -181,8 +191,8 @@ def test_what_cannot_work_is_refused_with_key_value_and_remedy(overrides, remedy
         ("steps=true", "steps=True: is bool, must be int"),
         ("steps=many", "steps='many': is str, must be int"),
         ("shuffle_rewards=1", "shuffle_rewards=1: is int, must be bool"),
-        ("gspo.clip_low=tight", "gspo.clip_low='tight': is str, must be float"),
-        ("gspo.clip_low=True", "gspo.clip_low=True: is bool, must be float"),
+        ("objective.clip_low=tight", "objective.clip_low='tight': is str, must be float"),
+        ("objective.clip_low=True", "objective.clip_low=True: is bool, must be float"),
         ("optimizer.learning_rate=1e999", "optimizer.learning_rate=inf: must be a finite number"),
         ("init_from=3", "init_from=3: is int, must be str"),
         ("policy.dense_layers=3", "policy.dense_layers=3: is int, must be tuple[int, ...]"),
@@ -201,16 +211,19 @@ def test_unknown_keys_and_wrong_types_are_refused(override, message):
 
 def test_a_missing_key_is_named_with_its_type():
     values = to_dict(load(TINY))
-    del values["gspo"]["clip_low"]
-    with pytest.raises(ValueError, match=r"gspo\.clip_low: missing; add it \(float\)"):
+    del values["objective"]["clip_low"]
+    with pytest.raises(ValueError, match=r"objective\.clip_low: missing; add it \(float \| None\)"):
         from_config_dict(values)
 
 
 @pytest.mark.parametrize(
     ("overrides", "keys"),
     [
-        (("seed=x", "gspo.clip_lo=1", "policy.num_layers=1.5"), "seed policy. gspo."),
-        (("rollout.group_size=1", "gspo.clip_low=2.0", "optimizer.b1=3.0"), "rollout. gspo. opt"),
+        (("seed=x", "objective.clip_lo=1", "policy.num_layers=1.5"), "seed policy. objective."),
+        (
+            ("rollout.group_size=1", "objective.clip_low=2.0", "optimizer.b1=3.0"),
+            "rollout. objective. opt",
+        ),
     ],
 )
 def test_several_problems_are_reported_at_once(overrides, keys):
@@ -220,11 +233,28 @@ def test_several_problems_are_reported_at_once(overrides, keys):
 
 
 @pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("objective.replay=R3 policy.num_experts=0 policy.dense_width=16", "has no experts"),
+        ("objective.replay=R2 objective.mismatch.old_logps=sampler", "take R3"),
+        ("objective.mismatch.old_logps=sampler objective.mismatch.band=0.1", "set both to 0"),
+        ("objective.method=gmpo objective.dual_clip=3.0", "has no use for it; set it to 0"),
+        ("objective.method=ppo objective.mismatch.off_policy=0.1", "has those of tokens; set it"),
+        ("objective.method=sapo", "clips nothing; set both to None"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(overrides, message):
+    (line,) = refusal(*(f"--config.{x}" for x in overrides.split()))
+    assert line.strip().startswith("objective.") and message in line
+
+
+@pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("gspo.clip_low=0.2", "gspo.clip_low=0.2: .* the paper uses 3e-4 and 4e-4"),
-        ("gspo.clip_high=0.01", "gspo.clip_high=0.01: .* the paper uses 3e-4 and 4e-4"),
-        ("gspo.minibatches=1", "gspo.minibatches=1: .* the paper uses 4"),
+        ("objective.clip_low=0.2", "objective.clip_low=0.2: .* the paper uses 3e-4 and 4e-4"),
+        ("objective.clip_high=0.01", "objective.clip_high=0.01: .* the paper uses 3e-4 and 4e-4"),
+        ("updates.minibatches=1", "updates.minibatches=1: .* the paper uses 4"),
+        ("objective.kl_coef=0.1", "objective.kl_coef=0.1: .* the paper gives GSPO none"),
     ],
 )
 def test_what_is_probably_a_mistake_warns(override, message):
@@ -241,9 +271,9 @@ def test_configs_come_without_warnings_and_survive_json(path):
 
 
 def test_differences_name_every_changed_key():
-    old, new = to_dict(load(TINY)), to_dict(load(TINY, ["--config.gspo.micro_batch=4"]))
+    old, new = to_dict(load(TINY)), to_dict(load(TINY, ["--config.updates.micro_batch=4"]))
     new["extra"] = 1
-    assert differences(old, new) == ["extra: None -> 1", "gspo.micro_batch: 8 -> 4"]
+    assert differences(old, new) == ["extra: None -> 1", "updates.micro_batch: 8 -> 4"]
     assert differences(old, old) == []
 
 
@@ -253,7 +283,7 @@ def test_differences_name_every_changed_key():
 def test_overrides_have_the_types_of_their_notation():
     overrides = [
         "--config.steps=7",
-        "--config.gspo.clip_low=1e-4",
+        "--config.objective.clip_low=1e-4",
         "--config.optimizer.weight_decay=1",
         "--config.shuffle_rewards",
         "--config.init_from=some/folder",
@@ -262,7 +292,11 @@ def test_overrides_have_the_types_of_their_notation():
         "-config.policy.remat=true",
     ]
     config = load(TINY, overrides)
-    assert (config.steps, config.gspo.clip_low, config.optimizer.weight_decay) == (7, 1e-4, 1.0)
+    assert (config.steps, config.objective.clip_low, config.optimizer.weight_decay) == (
+        7,
+        1e-4,
+        1.0,
+    )
     assert config.shuffle_rewards and config.policy.remat
     assert (config.init_from, config.policy.dense_width) == ("some/folder", 64)
     assert config.data.tasks["gcd"] == {"min_numbers": 2}
@@ -319,10 +353,10 @@ def test_the_command_shows_warnings_and_errors_of_the_run_without_a_traceback(tm
     output, status = command(
         f"--config={TINY}",
         f"--workdir={tmp_path}",
-        "--config.gspo.clip_low=0.2",
+        "--config.objective.clip_low=0.2",
         "--config.mesh.fsdp=2",
     )
     assert status == 1
     first, last = output.strip().split("\n")
-    assert first.startswith("warning: gspo.clip_low=0.2: ")
+    assert first.startswith("warning: objective.clip_low=0.2: ")
     assert last.startswith("error: mesh {'fsdp': 2") and "lower mesh.fsdp" in last

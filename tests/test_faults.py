@@ -171,8 +171,8 @@ def test_a_terminated_run_saves_its_dispatch_and_goes_on(config, finished, workd
 
 
 def test_gradients_that_stay_non_finite_stop_the_fused_loop_too(config, workdir, monkeypatch):
-    def poisoned(policy, rollout, config):
-        batches = score(policy, rollout, config)
+    def poisoned(*args, config):
+        batches = score(*args, config=config)
         return batches._replace(old_logps=batches.old_logps * jnp.nan)
 
     changed = config("fused", "checkpoint.every=9")

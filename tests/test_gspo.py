@@ -10,6 +10,7 @@ import pytest
 
 import oracle
 from gspo_jax.gspo import ClipRange, group_advantages, gspo
+from gspo_jax.objectives import per_response, unit
 from gspo_jax.step import UpdateConfig
 
 FIXTURES = np.load(Path(__file__).parent / "fixtures" / "loss_oracles.npz")
@@ -22,11 +23,12 @@ def objective(new, old, mask, advantages, clip=ClipRange()):  # noqa: B008
     """(mean over non-empty responses, objective and statistics of each, gradient of the mean)."""
 
     def mean(new):
-        values, stats = gspo(new, old, mask, advantages, clip)
-        return values.sum() / jnp.maximum(mask.any(-1).sum(), 1), (values, stats)
+        found = gspo(new, old, mask, advantages[:, None], clip)
+        values = per_response(found.terms, mask, "response")
+        return values.sum() / unit(mask.any(-1).sum(), mask.sum(), "response"), (values, found)
 
-    (value, (values, stats)), grad = jax.value_and_grad(mean, has_aux=True)(new)
-    return value, values, stats, grad
+    (value, (values, found)), grad = jax.value_and_grad(mean, has_aux=True)(new)
+    return value, values, jax.tree.map(lambda x: x[:, 0], found), grad
 
 
 def apply(new, old, mask, advantages, clip=ClipRange()):  # noqa: B008
@@ -77,16 +79,17 @@ def test_value_gradient_and_clipping_of_the_float64_oracle(seed):
     value, _, stats, grad = apply(new, old, mask, advantages)
     np.testing.assert_allclose(value, expected.value, rtol=1e-5)
     np.testing.assert_allclose(grad, expected.grad, rtol=1e-6, atol=1e-9)
-    np.testing.assert_allclose(stats["ratio"], expected.ratio, rtol=3e-7)
-    np.testing.assert_array_equal(stats["clip_low"], expected.low)
-    np.testing.assert_array_equal(stats["clip_high"], expected.high)
+    np.testing.assert_allclose(stats.ratio, expected.ratio, rtol=3e-7)
+    np.testing.assert_array_equal(stats.clip_low, expected.low)
+    np.testing.assert_array_equal(stats.clip_high, expected.high)
 
 
 def test_item_01_old_log_probabilities_are_constants():
     new, old, mask = shifted([1e-4, -1e-4], [3, 5])
-    grad = jax.grad(
-        lambda old: gspo(jnp.float32(new), old, jnp.array(mask), jnp.ones(2), ClipRange())[0].sum()
-    )(jnp.float32(old))
+    arrays = jnp.float32(new), jnp.float32(old), jnp.array(mask), jnp.ones((2, 1))
+    grad = jax.grad(lambda new, old, *rest: gspo(new, old, *rest, ClipRange()).terms.sum(), 1)(
+        *arrays
+    )
     assert not grad.any()
 
 
@@ -106,8 +109,8 @@ def test_item_02_clip_truth_table(sign, region):
     }.get((sign, region), (0.0, 0.0))
     np.testing.assert_allclose(value, expected_value, rtol=3e-7)
     np.testing.assert_allclose(grad, np.full((1, n), expected_grad), rtol=1e-6)
-    assert stats["clip_low"] == ((sign, region) == ("negative", "below"))
-    assert stats["clip_high"] == ((sign, region) == ("positive", "above"))
+    assert stats.clip_low == ((sign, region) == ("negative", "below"))
+    assert stats.clip_high == ((sign, region) == ("positive", "above"))
 
 
 def test_item_03_one_token_weighs_as_much_as_a_thousand():
@@ -118,7 +121,7 @@ def test_item_03_one_token_weighs_as_much_as_a_thousand():
 
 
 def test_item_04_the_default_clip_range_is_the_papers():
-    assert ClipRange() == UpdateConfig().clip == ClipRange(low=3e-4, high=4e-4)
+    assert ClipRange() == UpdateConfig().method.clip == ClipRange(low=3e-4, high=4e-4)
 
 
 @pytest.mark.parametrize("shift", [-0.5, 2e-4, 0.5])
@@ -127,7 +130,7 @@ def test_item_05_a_constant_log_ratio_gives_its_exponential_at_every_length(shif
     mask = np.arange(1000) < np.array(lengths)[:, None]
     old = np.full(mask.shape, -1.0)
     stats = apply(old + shift, old, mask, np.ones(4))[2]
-    np.testing.assert_allclose(stats["ratio"], np.exp(shift), rtol=1e-6)
+    np.testing.assert_allclose(stats.ratio, np.exp(shift), rtol=1e-6)
 
 
 @pytest.fixture
@@ -151,7 +154,7 @@ def test_item_06_masked_positions_may_hold_anything(as_written, junk, where):
     ]
     again = apply(*dirty, mask, advantages)
     assert again[0] == value
-    np.testing.assert_array_equal(again[2]["ratio"], stats["ratio"])
+    np.testing.assert_array_equal(again[2].ratio, stats.ratio)
     np.testing.assert_array_equal(again[3], grad)
 
 
@@ -175,7 +178,7 @@ def test_item_07_an_empty_response_counts_nowhere():
     mask[1] = False
     value, values, stats, grad = apply(new, old, mask, advantages)
     assert values[1] == 0 and not grad[1].any()
-    assert stats["ratio"][1] == 1 and not stats["clip_low"][1] and not stats["clip_high"][1]
+    assert stats.ratio[1] == 1 and not stats.clip_low[1] and not stats.clip_high[1]
     np.testing.assert_allclose(value, alone[0], rtol=1e-6)
     np.testing.assert_array_equal(grad[[0, 2]], alone[3])
 
@@ -184,7 +187,7 @@ def test_item_07_a_batch_of_empty_responses_is_zero_with_zero_gradient():
     new = np.full((3, 4), np.nan)
     value, values, stats, grad = apply(new, new, np.zeros((3, 4), bool), [1.0, -1.0, 0.0])
     assert value == 0 and not values.any() and not grad.any()
-    np.testing.assert_array_equal(stats["ratio"], 1)
+    np.testing.assert_array_equal(stats.ratio, 1)
 
 
 # --- Advantages ----------------------------------------------------------------------------------
@@ -264,6 +267,26 @@ def test_item_15_a_group_does_not_feel_the_others():
     np.testing.assert_array_equal(one[:4], other[:4])
     np.testing.assert_allclose(one[:4].std(ddof=1), 1.0, rtol=1e-5)
     np.testing.assert_allclose(np.abs(other[4:]), np.sqrt(0.5), rtol=1e-5)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none", "others"])
+def test_item_12_advantages_on_every_scale(scale):
+    """Uneven groups out of order, one constant, one of a single response, one without rewards."""
+    rng = np.random.default_rng(5)
+    groups = np.repeat(np.arange(6), [4, 5, 3, 1, 2, 9])
+    rewards = rng.random(len(groups)) * np.array([1, 5, 0, 1, np.nan, 0.1])[groups]
+    rewards[2] = np.nan
+    order = rng.permutation(len(groups))
+    found = advantages(rewards[order], groups[order], scale=scale)
+    expected = oracle.group_advantages(np.float32(rewards), groups, scale)
+    np.testing.assert_allclose(found, expected[order], rtol=1e-5, atol=1e-7)
+    assert not found[np.isin(groups[order], (2, 3, 4))].any()
+
+
+@pytest.mark.parametrize("scale", ["batch", "none", "others"])
+def test_item_10_equal_rewards_give_exactly_zero_on_every_scale(scale):
+    found = advantages([0.1] * 7 + [0.0, 1.0], [0] * 7 + [1, 1], scale=scale)
+    np.testing.assert_array_equal(found[:7], 0.0)
 
 
 def test_item_15_the_objective_takes_advantages_as_they_are():

@@ -209,7 +209,7 @@ def routing(experts, probs=None, num_experts=E):
     if probs is None:
         probs = jnp.full((*experts.shape[:2], num_experts), 1 / num_experts)
     gates = jnp.take_along_axis(probs, experts, -1)
-    return moe.Routing(experts, gates, probs)
+    return moe.Routing(experts, gates, probs, experts)
 
 
 def sequence_load(routing, valid):
@@ -359,7 +359,7 @@ def test_dense_and_sparse_layers_run_in_order(mesh, variant, sparse):
         routed, angles = [], rotary(positions, c.head_dim, c.rope_theta)
         for number, layer in enumerate(layers):
             assert (type(layer.ffn).__name__ == "ExpertFFN") == (number in sparse)
-            x, _, found = layer(x, angles, valid, 1, full, None, number, None)
+            x, _, found = layer(x, angles, valid, 1, full, None, number, None, None)
             if number in sparse:
                 routed.append(found.experts)
         return rms_norm(x, policy.norm[...], c.norm_eps), routed

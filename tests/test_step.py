@@ -20,6 +20,8 @@ from gspo_jax.gspo import group_advantages
 from gspo_jax.metrics import highest, resolve
 from gspo_jax.model.attention import causal
 from gspo_jax.model.moe import balance_loss
+from gspo_jax.objectives import METHODS
+from gspo_jax.overlong import Overlong
 from gspo_jax.rollout import Rollout
 from gspo_jax.sharding import (
     DATA,
@@ -108,9 +110,11 @@ def begin(policy, optimizer):
 def gradients(policy, rollout, batches, number, config):
     """step.minibatch_gradients of minibatch `number`."""
     advantages = group_advantages(*replicate((rollout.rewards, rollout.groups)), B)
-    micros = step.micro_batches(batches, reshard(advantages, Spec(DATA)), rollout.rewards)
-    packed, micros = jax.tree.map(lambda x: x[number], (batches.packed, micros))
-    return step.minibatch_gradients(policy, packed, micros, config)
+    missing = jnp.isnan(rollout.rewards)
+    advantages = reshard(advantages, Spec(DATA))
+    micros = step.micro_batches(batches, advantages, rollout.rewards, missing, config)
+    parts = batches.packed, micros, batches.prompt_experts
+    return step.minibatch_gradients(policy, *jax.tree.map(lambda x: x[number], parts), config)
 
 
 def places(spans: Any) -> Any:
@@ -197,7 +201,7 @@ class Setting(NamedTuple):
 @pytest.fixture
 def setting(mesh) -> Setting:
     policy, rollout = tiny_policy(num_layers=2), place(a_rollout())
-    return Setting(policy, rollout, scorer(policy, rollout, CONFIG))
+    return Setting(policy, rollout, scorer(policy, rollout, config=CONFIG))
 
 
 def rewards_but(rows: slice, value: float) -> np.ndarray:
@@ -308,7 +312,7 @@ def outcome(name: str) -> Outcome:
         host = a_rollout(*cut.pads)
         policy, rollout = tiny_policy(**({"num_layers": 2} | dict(cut.policy))), place(host)
         optimizer = keeper()
-        batches = scorer(policy, rollout, config)
+        batches = scorer(policy, rollout, config=config)
         update: Callable[..., Any] = jax.jit(
             functools.partial(measured_update, config=config, optimizer=optimizer),
             donate_argnums=0,
@@ -465,7 +469,7 @@ def test_item_19_log_probabilities_are_those_of_the_next_token(setting):
 
 def test_item_27_the_temperature_divides_the_logits(setting):
     config = dataclasses.replace(CONFIG, temperature=0.7)
-    batches = scorer(setting.policy, setting.rollout, config)
+    batches = scorer(setting.policy, setting.rollout, config=config)
     found = unpacked(batches.old_logps, batches)
     expected = plain(setting, FIRST, perturbed(setting), [1, 0], temperature=0.7)
     mask = a_rollout().mask[FIRST]
@@ -537,7 +541,7 @@ def test_item_21_the_content_of_pads_changes_nothing(setting):
         responses=jnp.where(rollout.mask, rollout.responses, 63),
         logps=jnp.where(rollout.mask, rollout.logps, jnp.nan),
     )
-    batches = scorer(setting.policy, other, CONFIG)
+    batches = scorer(setting.policy, other, config=CONFIG)
     assert_same(unpacked(batches.old_logps, batches), setting.old_logps)
     old_logps = perturbed(setting)
     found = setting.gradients(rollout=other, batches=batches, old_logps=old_logps)
@@ -568,6 +572,24 @@ def test_item_14_responses_without_a_reward_drop_out(setting):
 
 
 # --- Updates -------------------------------------------------------------------------------------
+
+
+def test_truncated_responses_are_not_trained_on_if_so_configured(setting):
+    """As if they had no reward, but that their group counts them: here they are its mean."""
+    rewards = np.tile(np.float32([0.0, 1.0, 0.5, 0.5]), B // GROUP)
+    finished = np.tile([True, True, False, False], B // GROUP)
+    method = dataclasses.replace(METHODS["gspo"], scale="none")
+    config = dataclasses.replace(CONFIG, method=method, overlong=Overlong(untrained=True))
+
+    def updated(rewards):
+        rollout = setting.replaced(rewards).rollout._replace(finished=put(finished))
+        state = jax.tree.map(jnp.copy, begin(setting.policy, adamw(ADAMW)))
+        state, metrics = updater(state, rollout, setting.batches, config, adamw(ADAMW))
+        return state, resolve(metrics)
+
+    (cut, metrics), (missing, _) = updated(rewards), updated(np.where(finished, rewards, np.nan))
+    assert metrics["reward_missing"] == 0 and metrics["truncated"] == 0.5
+    assert_same(cut, missing)
 
 
 def test_item_01_only_the_first_minibatch_has_ratio_one(setting):
@@ -633,8 +655,8 @@ def test_non_finite_gradients_everywhere_leave_every_bit(setting):
 def changed(setting: Setting, policy: Any, rows: Any) -> float:
     """1 - |experts before and after| / k over response inputs and layers, in NumPy."""
     before, after = (
-        unpacked(np.moveaxis(to_host(found.old_experts), 4, 3), found)
-        for found in (setting.batches, scorer(policy, setting.rollout, CONFIG))
+        unpacked(found.experts, found)
+        for found in (setting.batches, scorer(policy, setting.rollout, config=CONFIG))
     )
     fractions = [
         1 - len(set(before[i, t, layer]) & set(after[i, t, layer])) / 2

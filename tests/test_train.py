@@ -124,7 +124,7 @@ def test_the_work_directory_holds_what_is_promised(finished, config):
     assert summary["wall_seconds"] > 0
     assert summary["versions"]["jax"] == jax.__version__
     described = json.loads((finished / "config.json").read_text())
-    assert described["config"]["gspo"]["clip_low"] == config().gspo.clip_low
+    assert described["config"]["objective"]["clip_low"] == config().objective.clip_low
 
 
 def test_samples_carry_their_rewards(finished):
@@ -270,7 +270,7 @@ def test_more_steps_continue_a_finished_run(config, finished, tmp_path):
     ("change", "message"),
     [
         ("seed=1", "seed: 0 -> 1"),
-        ("gspo.clip_low=0.001", "gspo.clip_low: 0.0003 -> 0.001"),
+        ("objective.clip_low=0.001", "objective.clip_low: 0.0003 -> 0.001"),
         ("data.tasks.gcd.min_numbers=2", "data.tasks.gcd: None -> {'min_numbers': 2}"),
         ("steps=3", "steps=3: .* holds a run of 4 steps; give at least that"),
     ],
@@ -345,8 +345,8 @@ def test_a_step_without_any_reward_changes_nothing(config, tmp_path):
 def test_gradients_that_stay_non_finite_stop_the_run_with_an_intact_state(
     config, tmp_path, monkeypatch
 ):
-    def poisoned(policy, rollout, config):
-        batches = score(policy, rollout, config)
+    def poisoned(*args, config):
+        batches = score(*args, config=config)
         return batches._replace(old_logps=batches.old_logps * jnp.nan)
 
     changes = config("checkpoint.every=9", "evaluation.every=0")

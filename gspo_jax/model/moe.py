@@ -22,16 +22,31 @@ from gspo_jax.sharding import DATA
 class Routing(NamedTuple):
     """What the router decided for each token."""
 
-    experts: Int[Array, "B S k"]  # ids in [0, E)
+    experts: Integer[Array, "B S k"]  # ids in [0, E), of those that serve it
     gates: Float[Array, "B S k"]  # their weights, float32
     probs: Float[Array, "B S E"]  # softmax over all experts, float32
+    chosen: Integer[Array, "B S k"]  # the k largest; others than `experts` if these are replayed
+
+
+def id_dtype(num_experts: int) -> jnp.dtype:
+    """The smallest type that holds expert ids and -1."""
+    return jnp.dtype(jnp.int8 if num_experts <= 128 else jnp.int16)
 
 
 def route(
-    x: Float[Array, "B S D"], router: Float[Array, "D E"], k: int, renormalise: bool
+    x: Float[Array, "B S D"],
+    router: Float[Array, "D E"],
+    k: int,
+    renormalise: bool,
+    replay: Integer[Array, "B S k"] | None = None,
 ) -> Routing:
     """Softmax over the experts in float32, the k largest, their weights optionally made to sum
-    to 1 (`norm_topk_prob`)."""
+    to 1 (`norm_topk_prob`).
+
+    Args:
+      replay: experts to take in place of the k largest (Routing Replay, arXiv 2507.18071, section
+        5.3), -1 where there are none. Their weights are the live router's, which still learns.
+    """
     logits = jnp.einsum(
         "bsd,de->bse",
         x.astype(jnp.float32),
@@ -39,10 +54,15 @@ def route(
         precision=lax.Precision.HIGHEST,
     )
     probs = jax.nn.softmax(logits, axis=-1)
-    gates, experts = lax.top_k(probs, k)
+    gates, chosen = lax.top_k(probs, k)
+    experts = chosen
+    if replay is not None:
+        experts = jnp.maximum(replay.astype(chosen.dtype), 0)
+        gates = jnp.take_along_axis(probs, experts, -1)
     if renormalise:
-        gates = gates / gates.sum(-1, keepdims=True)
-    return Routing(experts, gates, probs)
+        # Replayed experts may all have become impossible.
+        gates = gates / jnp.maximum(gates.sum(-1, keepdims=True), 1e-30)
+    return Routing(experts, gates, probs, chosen)
 
 
 class Load(NamedTuple):

@@ -94,7 +94,7 @@ class PolicyConfig:
 class Routed(NamedTuple):
     """What the routers of the Ls sparse layers did with B rows of S tokens."""
 
-    experts: Int[Array, "Ls B S k"]
+    experts: Int[Array, "Ls B S k"]  # their own choices, also where others are replayed
     load: moe.Load  # of each segment, [Ls, B, segments, ...]
 
 
@@ -165,7 +165,7 @@ class DenseFFN(nnx.Module):
             rngs, (layers, f, d), f * config.residual_terms, Spec(None, "tensor", "fsdp")
         )
 
-    def __call__(self, x, segments, count):
+    def __call__(self, x, segments, count, replay):
         wide = (None, "tensor")
         hidden = jax.nn.silu(x @ _use(self.gate, x.dtype, *wide)) * (
             x @ _use(self.up, x.dtype, *wide)
@@ -189,14 +189,13 @@ class ExpertFFN(nnx.Module):
         self.up = _normal(rngs, (layers, e, d, f), d, wide)
         self.down = _normal(rngs, (layers, e, f, d), f * c.residual_terms, narrow)
 
-    def __call__(self, x, segments, count):
+    def __call__(self, x, segments, count, replay):
         c = self.config
-        routing = moe.route(
-            x, _use(self.router, jnp.float32, None, None), c.experts_per_token, c.norm_topk
-        )
+        router = _use(self.router, jnp.float32, None, None)
+        routing = moe.route(x, router, c.experts_per_token, c.norm_topk, replay)
         weights = (w[...].astype(x.dtype) for w in (self.gate, self.up, self.down))
         y = moe.mix_experts(x, routing, segments > 0, *weights, c.grouped_matmul)
-        return y, Routed(routing.experts, moe.segment_load(routing, segments, count))
+        return y, Routed(routing.chosen, moe.segment_load(routing, segments, count))
 
 
 class Block(nnx.Module):
@@ -214,12 +213,12 @@ class Block(nnx.Module):
         """How many there are."""
         return self.attention_norm[...].shape[0]
 
-    def __call__(self, x, angles, segments, count, attend: Attend, cache, layer, prefix):
+    def __call__(self, x, angles, segments, count, attend: Attend, cache, layer, prefix, replay):
         eps = self.config.norm_eps
         h = rms_norm(x, self.attention_norm[...], eps)
         h, cache = self.attention(h, angles, attend, cache, layer, prefix)
         x = x + h
-        h, routed = self.ffn(rms_norm(x, self.ffn_norm[...], eps), segments, count)
+        h, routed = self.ffn(rms_norm(x, self.ffn_norm[...], eps), segments, count, replay)
         return x + h, cache, routed
 
 
@@ -247,6 +246,7 @@ class Policy(nnx.Module):
         cache: Cache | None = None,
         prefix: Cache | None = None,
         count: int = 1,
+        replay: Integer[Array, "Ls B S k"] | None = None,
     ) -> tuple[Float[Array, "B S D"], Cache | None, Routed | None]:
         """Hidden states after the last norm.
 
@@ -258,6 +258,7 @@ class Policy(nnx.Module):
           cache: what attend threads through the layers.
           prefix: what attend reads, its leading axis the layers.
           count: segments whose load on the experts is summed up.
+          replay: experts that serve the tokens, in place of those the routers choose.
 
         Returns:
           Hidden states, the cache, and what the routers did (None without sparse layers).
@@ -267,27 +268,30 @@ class Policy(nnx.Module):
         x = embedding.at[tokens].get(out_sharding=Spec(DATA))
         angles = rotary(positions, c.head_dim, c.rope_theta)
 
-        def one_layer(layer, carry, block, read):
+        def one_layer(layer, carry, block, read, experts):
             x, cache, routed = block(
-                carry[0], angles, segments, count, attend, carry[1], layer, read
+                carry[0], angles, segments, count, attend, carry[1], layer, read, experts
             )
             return (x, cache), routed
 
-        first, routed = 0, []
+        first, routers, routed = 0, 0, []
         for block in self.stacks:
-            layers = block.layers
+            layers, experts = block.layers, None
+            if replay is not None and isinstance(block.ffn, ExpertFFN):
+                experts, routers = replay[routers : routers + layers], routers + layers
             if c.unrolled:
                 ys = []
                 for layer, part in enumerate(_unstack(block), first):
                     read = jax.tree.map(lambda x, i=layer: x[i], prefix, is_leaf=_is_list)
+                    ids = None if experts is None else experts[layer - first]
                     here = functools.partial(one_layer, layer)
                     here = jax.checkpoint(here) if c.remat else here
-                    (x, cache), y = here((x, cache), part, read)
+                    (x, cache), y = here((x, cache), part, read, ids)
                     ys.append(y)
                 ys = jax.tree.map(lambda *y: jnp.stack(y), *ys)
             else:
                 read = jax.tree.map(lambda x, at=first, n=layers: x[at : at + n], prefix)
-                inputs = jnp.arange(first, first + layers), block, read
+                inputs = jnp.arange(first, first + layers), block, read, experts
                 here = jax.checkpoint(one_layer) if c.remat else one_layer
                 (x, cache), ys = jax.lax.scan(
                     lambda carry, inputs, f=here: f(inputs[0], carry, *inputs[1:]),
