@@ -15,7 +15,7 @@ control: .venv/installed  ## the same with shuffled rewards: nothing must be lea
 		--config.seed=$(SEED) --config.shuffle_rewards
 
 test: .venv/installed lint  ## all checks, under 20 minutes on 2 cores
-	$(PYTHON) -m pytest -n 2 --dist loadfile
+	$(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: .venv/installed  ## what takes minutes: planted mistakes that must turn tests red, kills, processes
 	$(PYTHON) -m pytest -m slow
