@@ -30,7 +30,7 @@ def run(name: str, seed: int, folder: Path, overrides: list[str]) -> None:
     """Runs, or goes on with, one method and seed."""
     method, _, replay = name.partition("+")
     given = [f"objective.method={method}", f"objective.replay={replay}", f"seed={seed}"]
-    config = load(CONFIG, [f"--config.{x}" for x in (*given, *overrides)])
+    config = load(CONFIG, [*(f"--config.{x}" for x in given), *overrides])
     train(config, folder / f"{name}-{seed}")
 
 
@@ -76,7 +76,7 @@ def main() -> None:
     names, seeds = args.methods.split(","), [int(s) for s in args.seeds.split(",")]
     for seed in seeds:
         for name in names:
-            run(name, seed, args.out, [x.removeprefix("--config.") for x in overrides])
+            run(name, seed, args.out, overrides)
     text = table(names, seeds, args.out)
     (args.out / "table.md").write_text(text + "\n")
     print(text)

@@ -92,16 +92,25 @@ def group_advantages(
     return centred * factor[groups]
 
 
+def log_token_ratio(
+    logps: Float[Array, "B R"], old_logps: Float[Array, "B R"], mask: Bool[Array, "B R"]
+) -> Float[Array, "B R"]:
+    """log r_t, the log-probability ratio of each token, without gradient through the old ones.
+
+    Masked positions are replaced before any arithmetic, so what they hold, NaN included, reaches
+    neither the value nor the gradient; the ratio there is 0.
+    """
+    old_logps = jax.lax.stop_gradient(old_logps)
+    return jnp.where(mask, logps, 0.0) - jnp.where(mask, old_logps, 0.0)
+
+
 def log_sequence_ratio(
     logps: Float[Array, "B R"], old_logps: Float[Array, "B R"], mask: Bool[Array, "B R"]
 ) -> Float[Array, " B"]:
-    """log s_i: the mean over response tokens of the log-probability ratio (log of Eq. 7).
-
-    Masked positions are replaced before any arithmetic, so what they hold, NaN included, reaches
-    neither the value nor the gradient. A response without tokens has log ratio 0.
-    """
-    log_ratio = jnp.where(mask, logps, 0.0) - jnp.where(mask, old_logps, 0.0)
-    return log_ratio.sum(-1) / jnp.maximum(mask.sum(-1), 1)
+    """log s_i: the mean over response tokens of the log-probability ratio (log of Eq. 7); 0 for a
+    response without tokens."""
+    total = log_token_ratio(logps, old_logps, mask).sum(-1)
+    return total / jnp.maximum(mask.sum(-1), 1)
 
 
 def bounded_ratio(log_ratio: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
@@ -148,5 +157,5 @@ def gspo(
       advantages: one per response.
       clip: the clip range of the sequence ratio.
     """
-    log_ratio = log_sequence_ratio(logps, jax.lax.stop_gradient(old_logps), mask)
+    log_ratio = log_sequence_ratio(logps, old_logps, mask)
     return clipped_objective(log_ratio[:, None], advantages, clip)

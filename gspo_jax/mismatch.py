@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient as sg
 from jaxtyping import Array, Bool, Float
 
-from gspo_jax.gspo import bounded_ratio, log_sequence_ratio
+from gspo_jax.gspo import bounded_ratio, log_sequence_ratio, log_token_ratio
 from gspo_jax.metrics import weighted
 
 
@@ -40,8 +40,7 @@ def correction(
     present = mask.any(-1)
     weights, kept, metrics = jnp.ones_like(logps[:, :1]), present, {}
     if config.weight_cap:
-        gap = jnp.where(mask, old_logps, 0.0) - jnp.where(mask, sampler_logps, 0.0)
-        ratio = bounded_ratio(gap)
+        ratio = bounded_ratio(log_token_ratio(old_logps, sampler_logps, mask))
         weights = jnp.minimum(ratio, config.weight_cap)
         metrics["mismatch_capped"] = weighted(ratio > config.weight_cap, mask)
     if config.band:

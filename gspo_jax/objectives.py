@@ -26,16 +26,12 @@ from gspo_jax.gspo import (
     clipped_objective,
     gspo,
     log_sequence_ratio,
+    log_token_ratio,
 )
 
 Tokens = Float[Array, "B R"]
 Mask = Bool[Array, "B R"]
 Advantages = Float[Array, "B #R"]  # one per response, or one per token
-
-
-def _log_ratio(logps: Tokens, old_logps: Tokens, mask: Mask) -> Tokens:
-    """log r_t, and 0 where masked; replaced before any arithmetic."""
-    return jnp.where(mask, logps, 0.0) - jnp.where(mask, sg(old_logps), 0.0)
 
 
 def _stopped(log_ratio: Float[Array, "B #R"], logps: Tokens, mask: Mask) -> Tokens:
@@ -62,7 +58,7 @@ def turn_level(
 ) -> Surrogate:
     """Eq. 13 with one ratio per turn, the geometric mean over a contiguous run of trained tokens
     (arXiv 2511.20718). Without gaps in its mask, a response is one turn, as in `gspo_token`."""
-    log_ratio = _log_ratio(logps, old_logps, mask)
+    log_ratio = log_token_ratio(logps, old_logps, mask)
     begins = mask & ~jnp.pad(mask, ((0, 0), (1, 0)))[:, :-1]
     turn = jnp.cumsum(begins, axis=1)  # 1, 2, …; what is between two turns belongs to the first
 
@@ -79,7 +75,7 @@ def grpo(
     logps: Tokens, old_logps: Tokens, mask: Mask, advantages: Advantages, clip: ClipRange
 ) -> Surrogate:
     """Clipped token ratios, min(r_t A, clip(r_t) A) (GRPO, arXiv 2402.03300; PPO, 1707.06347)."""
-    return clipped_objective(_log_ratio(logps, old_logps, mask), advantages, clip)
+    return clipped_objective(log_token_ratio(logps, old_logps, mask), advantages, clip)
 
 
 def gmpo(
@@ -87,7 +83,7 @@ def gmpo(
 ) -> Surrogate:
     """The geometric mean of token ratios, each clipped on the side that its advantage pushes to, in
     log space: exp(1/n sum_t clip(log r_t)) A (arXiv 2507.20673)."""
-    log_ratio = _log_ratio(logps, old_logps, mask)
+    log_ratio = log_token_ratio(logps, old_logps, mask)
     up = advantages > 0
     too_low = (log_ratio < -clip.low) & (advantages < 0)
     too_high = (log_ratio > clip.high) & up
@@ -103,7 +99,7 @@ def cispo(
 
     No token loses its gradient: the flags say whose weight was clipped.
     """
-    ratio = sg(bounded_ratio(_log_ratio(logps, old_logps, mask)))
+    ratio = sg(bounded_ratio(log_token_ratio(logps, old_logps, mask)))
     weight = jnp.clip(ratio, 1.0 - clip.low, 1.0 + clip.high)
     terms = weight * advantages * jnp.where(mask, logps, 0.0)
     return Surrogate(terms, ratio, ratio < 1.0 - clip.low, ratio > 1.0 + clip.high)
@@ -124,7 +120,7 @@ def sapo(
       clip: unused, nothing is clipped.
       rise, fall: tau for A > 0 and for the others.
     """
-    ratio = bounded_ratio(_log_ratio(logps, old_logps, mask))
+    ratio = bounded_ratio(log_token_ratio(logps, old_logps, mask))
     tau = jnp.where(advantages > 0, rise, fall)
     terms = jax.nn.sigmoid(tau * (ratio - 1.0)) * (4.0 / tau) * advantages
     nothing = jnp.zeros_like(mask)
@@ -154,7 +150,7 @@ def divergence(logps: Tokens, reference: Tokens, mask: Mask, estimator: str) -> 
     (http://joschu.net/blog/kl-approx.html). As losses they differ: the expected gradient of k1 is
     0, that of k2 is the divergence's, that of k3 the reverse divergence's.
     """
-    return KL_ESTIMATORS[estimator](-_log_ratio(logps, reference, mask))
+    return KL_ESTIMATORS[estimator](-log_token_ratio(logps, reference, mask))
 
 
 @dataclasses.dataclass(frozen=True)

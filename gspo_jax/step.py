@@ -57,9 +57,8 @@ class UpdateConfig:
     kl: str = "k3"  # estimator of the divergence from the reference policy
     kl_coef: float = 0.0
     overlong: Overlong = dataclasses.field(default_factory=Overlong)
-    critic: CriticConfig = dataclasses.field(
-        default_factory=CriticConfig
-    )  # where the method has one
+    # Where the method has one.
+    critic: CriticConfig = dataclasses.field(default_factory=CriticConfig)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,6 +205,11 @@ class _Micro(NamedTuple):
     old_values: Float[Array, "B C"] | None
     untrained: Bool[Array, "B n"]  # responses that take no part
 
+    @property
+    def there(self) -> Bool[Array, "*lead B n"]:
+        """Where there is a response that takes part."""
+        return (self.spans.length > 0) & ~self.untrained
+
 
 def _by_layer(experts: Integer[Array, "B C Ls k"] | None) -> Int[Array, "Ls B C k"] | None:
     return None if experts is None else jnp.moveaxis(experts, 2, 0)
@@ -255,11 +259,9 @@ def score(
     batches = Batches(packed, packed.sampler_logps, packed.experts, packed.prompt_experts)
     if config.mismatch.old_logps == "scored":
         found = _score_all(policy, packed, config, config.replay == "R3")
-        batches = (
-            found
-            if config.replay != "R3"
-            else found._replace(experts=packed.experts, prompt_experts=packed.prompt_experts)
-        )
+        if config.replay == "R3":
+            found = found._replace(experts=packed.experts, prompt_experts=packed.prompt_experts)
+        batches = found
     if reference is not None:
         logps = _score_all(reference, packed, config, False).old_logps
         batches = batches._replace(reference_logps=logps)
@@ -433,8 +435,7 @@ def loss(
 def _balance(prefix: Prefix, micro: _Micro, routed: Routed) -> Float[Array, " b"]:
     """The load-balancing loss of each response, prompt included; 0 where it takes no part."""
     load = _sequence_load(prefix, micro.rows, micro.spans, routed.load)
-    there = (micro.spans.length > 0) & ~micro.untrained
-    balance = jnp.where(there, balance_loss(load).mean(0), 0.0)
+    balance = jnp.where(micro.there, balance_loss(load).mean(0), 0.0)
     return balance.reshape(-1, out_sharding=Spec(DATA))
 
 
@@ -470,8 +471,7 @@ def critic_loss(
 
 def _weight(micros: _Micro, weighting: str) -> tuple[Array, Array]:
     """Of a minibatch, its responses and what its objective is divided by."""
-    lengths = jnp.where(micros.untrained, 0, micros.spans.length)
-    responses, tokens = (lengths > 0).sum(), lengths.sum()
+    responses, tokens = micros.there.sum(), (micros.spans.length * micros.there).sum()
     return unit(responses, tokens, "response"), unit(responses, tokens, weighting)
 
 
@@ -617,8 +617,7 @@ def update(
                 "expert_change_last": number == config.minibatches - 1,
             }.items():
                 metrics.sums[name] = total * here, weight * here
-        there = (micros.spans.length > 0) & ~micros.untrained
-        signal = ((micros.advantages != 0) & there).any()
+        signal = ((micros.advantages != 0) & micros.there).any()
         if state.critic is not None:
             signal = ((micros.valued.advantages != 0) & micros.valued.trained).any()
         state, applied = apply_gradients(state, grads, optimizer, signal)

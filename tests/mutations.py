@@ -63,8 +63,8 @@ MUTATIONS = [
         "1",
         "gradient through the old log-probabilities",
         GSPO,
-        "jax.lax.stop_gradient(old_logps)",
-        "old_logps",
+        "old_logps = jax.lax.stop_gradient(old_logps)",
+        "",
         "test_gspo.py::test_item_01_old_log_probabilities_are_constants",
     ),
     Mutation(
@@ -111,8 +111,8 @@ MUTATIONS = [
         "5",
         "product of token ratios",
         GSPO,
-        "log_ratio.sum(-1) / jnp.maximum(mask.sum(-1), 1)",
-        "log_ratio.sum(-1)",
+        "return total / jnp.maximum(mask.sum(-1), 1)",
+        "return total",
         "test_gspo.py::test_item_05_a_constant_log_ratio_gives_its_exponential_at_every_length",
     ),
     Mutation(
@@ -151,8 +151,8 @@ MUTATIONS = [
         "7",
         "responses without a reward in the denominator",
         STEP,
-        "jnp.where(micros.untrained, 0, micros.spans.length)",
-        "micros.spans.length",
+        "micros.there.sum(), (micros.spans.length * micros.there).sum()",
+        "(micros.spans.length > 0).sum(), micros.spans.length.sum()",
         "test_step.py::test_item_14_responses_without_a_reward_drop_out",
     ),
     Mutation(
@@ -246,9 +246,9 @@ MUTATIONS = [
     Mutation(
         "6",
         "token ratios masked by multiplication",
-        OBJECTIVES,
-        "jnp.where(mask, logps, 0.0) - jnp.where(mask, sg(old_logps), 0.0)",
-        "(logps - sg(old_logps)) * mask",
+        GSPO,
+        "jnp.where(mask, logps, 0.0) - jnp.where(mask, old_logps, 0.0)",
+        "(logps - old_logps) * mask",
         "test_objectives.py::test_item_06_masked_positions_may_hold_anything",
     ),
     Mutation(
@@ -303,8 +303,8 @@ MUTATIONS = [
         "2",
         "gradient through the importance weight",
         OBJECTIVES,
-        "ratio = sg(bounded_ratio(_log_ratio(logps, old_logps, mask)))",
-        "ratio = bounded_ratio(_log_ratio(logps, old_logps, mask))",
+        "ratio = sg(bounded_ratio(log_token_ratio(logps, old_logps, mask)))",
+        "ratio = bounded_ratio(log_token_ratio(logps, old_logps, mask))",
         "test_objectives.py::test_cispo_clips_the_weight_and_never_the_gradient",
     ),
     Mutation(
@@ -335,8 +335,8 @@ MUTATIONS = [
         "KL",
         "divergence of the wrong sign",
         OBJECTIVES,
-        "(-_log_ratio(logps, reference, mask))",
-        "(_log_ratio(logps, reference, mask))",
+        "(-log_token_ratio(logps, reference, mask))",
+        "(log_token_ratio(logps, reference, mask))",
         "test_objectives.py::test_the_mean_of_an_unbiased_estimator_is_the_divergence",
     ),
     Mutation(
@@ -479,8 +479,8 @@ MUTATIONS = [
         "34",
         "R2 replays the sampler's experts",
         STEP,
-        'if config.replay != "R3"\n',
-        "if not config.replay\n",
+        'if config.replay == "R3":',
+        "if config.replay:",
         "test_replay.py::test_items_32_and_34_updates_replay_token_by_token[R2-one device]",
     ),
     Mutation(

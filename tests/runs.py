@@ -112,14 +112,20 @@ def cheap_runs() -> Iterator[None]:
     Shared._programs.clear()
 
 
-def saved(
-    workdir: Path, config: TrainConfig, step: int | None = None
-) -> tuple[list[np.ndarray], int]:
-    """The leaves of a saved state (default: the newest), and its step."""
+def saved_state(workdir: Path, config: TrainConfig, step: int | None = None) -> tuple[Any, int]:
+    """A saved state (default: the newest), and its step."""
     begin = beginning(config.for_step, make_optimizer(config.optimizer))
     with jax.set_mesh(make_mesh()), Checkpoints(workdir, 9) as checkpoints:
         target = jax.eval_shape(lambda: begin(init_policy(config.policy, 0)))
         state, _, step = checkpoints.restore_state(target, step)
+        return state, step
+
+
+def saved(
+    workdir: Path, config: TrainConfig, step: int | None = None
+) -> tuple[list[np.ndarray], int]:
+    """The leaves of a saved state, and its step."""
+    state, step = saved_state(workdir, config, step)
     return [np.asarray(x) for x in jax.tree.leaves(state)], step
 
 

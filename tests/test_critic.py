@@ -15,20 +15,18 @@ from jax.sharding import PartitionSpec as Spec
 import gspo_jax.phases
 import oracle
 from gspo_jax import step
-from gspo_jax.checkpoint import Checkpoints
 from gspo_jax.critic import Critic, CriticConfig, gae, value_loss
 from gspo_jax.metrics import Metrics, highest, resolve
 from gspo_jax.mismatch import Mismatch
 from gspo_jax.model.attention import causal
 from gspo_jax.model.moe import balance_loss
-from gspo_jax.model.transformer import init_policy
 from gspo_jax.objectives import METHODS
 from gspo_jax.packing import pack
 from gspo_jax.rollout import Rollout
 from gspo_jax.sharding import DATA, make_mesh, to_devices, to_host
 from gspo_jax.step import Batches, UpdateConfig
 from gspo_jax.train import train
-from runs import Killed, cheap_runs, metrics, samples, tiny_configs
+from runs import Killed, cheap_runs, metrics, samples, saved_state, tiny_configs
 from test_step import (
     ADAMW,
     FIRST,
@@ -640,15 +638,6 @@ def test_every_token_is_credited_with_its_own_advantage(moved):
 # --- Runs ----------------------------------------------------------------------------------------
 
 
-def saved(workdir: Any, config: Any) -> tuple[step.TrainState, int]:
-    """The newest state of a run, and its step."""
-    start = step.beginning(config.for_step, step.make_optimizer(config.optimizer))
-    with jax.set_mesh(make_mesh()), Checkpoints(workdir, 9) as checkpoints:
-        target = jax.eval_shape(lambda: start(init_policy(config.policy, 0)))
-        state, _, number = checkpoints.restore_state(target)
-        return to_host(state), number
-
-
 def test_a_stopped_run_ends_as_if_it_had_not_been(tmp_path, monkeypatch):
     """Its critic is saved and goes on with the rest."""
     config = tiny_configs(tmp_path / "data")(
@@ -669,10 +658,10 @@ def test_a_stopped_run_ends_as_if_it_had_not_been(tmp_path, monkeypatch):
         with monkeypatch.context() as patch, pytest.raises(Killed):
             patch.setattr(gspo_jax.phases, "lay_prompts", dying)
             train(config, parts)
-        halfway, number = saved(parts, config)
+        halfway, number = saved_state(parts, config)
         assert number == 1
         train(config, parts)
-    (state, number), (wanted, _) = saved(parts, config), saved(whole, config)
+    (state, number), (wanted, _) = (saved_state(w, config) for w in (parts, whole))
     assert number == 2 and updates_of(state.critic_opt_state) == 4
     assert_same(state, wanted)
     assert not np.array_equal(state.critic.value[...], halfway.critic.value[...])
