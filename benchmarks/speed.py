@@ -32,8 +32,10 @@ from jax.sharding import reshard
 from gspo_jax.model.transformer import PolicyConfig, init_policy
 from gspo_jax.program import Clock, Program
 from gspo_jax.rollout import Rollout, SamplingConfig, sample
+from gspo_jax.scoring import UpdateConfig, score
 from gspo_jax.sharding import DATA, from_rows, make_mesh, to_devices, to_host
-from gspo_jax.step import OptimizerConfig, UpdateConfig, init_state, make_optimizer, score, update
+from gspo_jax.step import update
+from gspo_jax.train_state import OptimizerConfig, init_state, make_optimizer
 
 POLICY = PolicyConfig(
     vocab_size=512,

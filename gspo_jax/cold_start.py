@@ -20,7 +20,7 @@ from gspo_jax.model.moe import balance_loss
 from gspo_jax.model.transformer import Policy, init_policy
 from gspo_jax.program import Program
 from gspo_jax.sharding import to_devices
-from gspo_jax.step import (
+from gspo_jax.train_state import (
     OptimizerConfig,
     TrainState,
     apply_gradients,

@@ -26,7 +26,8 @@ from gspo_jax.model.transformer import PolicyConfig
 from gspo_jax.objectives import METHODS, Method
 from gspo_jax.overlong import Overlong
 from gspo_jax.rules import doubtful, impossible
-from gspo_jax.step import OptimizerConfig, UpdateConfig
+from gspo_jax.scoring import UpdateConfig
+from gspo_jax.train_state import OptimizerConfig
 
 
 @dataclasses.dataclass(frozen=True)

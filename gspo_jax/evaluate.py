@@ -35,7 +35,7 @@ from gspo_jax.sharding import (
     to_devices,
     to_rows,
 )
-from gspo_jax.step import beginning, make_optimizer
+from gspo_jax.train_state import beginning, make_optimizer
 from gspo_jax.workdir import claim, read_json, write_lines
 
 Scores = dict[str, dict[str, float]]  # task -> greedy, avg<k>, pass<k>

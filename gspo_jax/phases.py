@@ -24,8 +24,10 @@ from gspo_jax.program import Clock, Program
 from gspo_jax.reward import TextReward, TokenReward
 from gspo_jax.rewards.pool import RewardFailed
 from gspo_jax.rollout import Rollout, sample
+from gspo_jax.scoring import score
 from gspo_jax.sharding import DATA, data_shards, from_rows, somewhere, to_devices, to_rows
-from gspo_jax.step import TrainState, fused_steps, score, update
+from gspo_jax.step import fused_steps, update
+from gspo_jax.train_state import TrainState
 
 
 class _Phases:

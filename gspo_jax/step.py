@@ -1,12 +1,10 @@
-"""The phases of a step as pure functions: sample (rollout.py), score, update; and all in one.
+"""The update, and a whole step of pure functions: sample (rollout.py), score (scoring.py), update.
 
 A rollout of B responses is cut into M minibatches, each packed into micro-batches of one fixed
 shape that scoring and training share. Every term of the loss is a sum over sequences, divided by
 the number of sequences in the minibatch; so neither the packing nor the mesh changes the gradient.
 """
 
-import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,177 +16,21 @@ from jax.sharding import PartitionSpec as Spec
 from jax.sharding import reshard
 from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray
 
-from gspo_jax.critic import (
-    Critic,
-    CriticConfig,
-    Valued,
-    row_values,
-    value_loss,
-    value_rollout,
-)
+from gspo_jax.critic import Critic, Valued, row_values, value_loss, value_rollout
 from gspo_jax.gspo import group_advantages
-from gspo_jax.logps import Rows, Scored, row_logps
+from gspo_jax.logps import Rows
 from gspo_jax.metrics import Metrics, empty_like, highest, lowest, merge, reduce, weighted
-from gspo_jax.mismatch import Mismatch, correction
-from gspo_jax.model.moe import Load, balance_loss, id_dtype
+from gspo_jax.mismatch import correction
+from gspo_jax.model.moe import Load, balance_loss
 from gspo_jax.model.transformer import Policy, Routed
-from gspo_jax.objectives import METHODS, Method, divergence, per_response, unit
-from gspo_jax.overlong import Overlong, shape
-from gspo_jax.packing import SEGMENTS, Packed, Spans, pack, per_span, span_mask, unpack
+from gspo_jax.objectives import divergence, per_response, unit
+from gspo_jax.overlong import shape
+from gspo_jax.packing import Packed, Spans, per_span, span_mask, unpack
 from gspo_jax.prefix import Prefix, read_prompts
 from gspo_jax.rollout import Rollout
+from gspo_jax.scoring import Batches, UpdateConfig, by_layer, by_token, rows_of, score_rows
 from gspo_jax.sharding import DATA, replicate, take_rows
-
-
-@dataclasses.dataclass(frozen=True)
-class UpdateConfig:
-    """How a rollout becomes updates."""
-
-    method: Method = METHODS["gspo"]
-    minibatches: int = 4  # updates per rollout
-    micro_batch: int = 8  # rows in one forward and backward pass, all data shards together
-    group_size: int = 1  # responses, one after the other, that share a prompt
-    std_floor: float = 1e-4  # a group whose rewards deviate less is constant
-    balance_coef: float = 1e-3  # of the load-balancing loss
-    temperature: float = 1.0  # the sampler's
-    logps_chunk: int = 0  # response positions whose logits exist at once; 0: all
-    replay: str = ""  # the experts of "R2", the scoring pass, or "R3", the sampler
-    mismatch: Mismatch = dataclasses.field(default_factory=Mismatch)
-    kl: str = "k3"  # estimator of the divergence from the reference policy
-    kl_coef: float = 0.0
-    overlong: Overlong = dataclasses.field(default_factory=Overlong)
-    # Where the method has one.
-    critic: CriticConfig = dataclasses.field(default_factory=CriticConfig)
-
-
-@dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW with a linear warm-up to a constant learning rate."""
-
-    learning_rate: float
-    warmup: int = 0  # updates
-    b1: float = 0.9
-    b2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.0  # of everything but norm scales
-    max_grad_norm: float = 1.0  # global norm to which gradients are clipped
-
-
-class TrainState(NamedTuple):
-    """What an update changes. Skipped updates change nothing, not even `updates`."""
-
-    policy: Policy
-    opt_state: optax.OptState
-    updates: Int[Array, ""]
-    reference: Policy | None = None  # what the KL term holds the policy to; never changes
-    critic: Critic | None = None
-    critic_opt_state: optax.OptState | None = None
-
-
-def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """The optimizer. The first update has learning rate 1/warmup, not 0: it must move."""
-    c = config
-
-    def schedule(count):
-        return c.learning_rate * jnp.minimum(1.0, (count + 1) / max(c.warmup, 1))
-
-    def decays(policy):
-        return jax.tree_util.tree_map_with_path(lambda path, _: "norm" not in str(path), policy)
-
-    return optax.chain(
-        optax.clip_by_global_norm(c.max_grad_norm),
-        optax.adamw(schedule, c.b1, c.b2, c.eps, weight_decay=c.weight_decay, mask=decays),
-    )
-
-
-def init_state(
-    policy: Policy,
-    optimizer: optax.GradientTransformation,
-    reference: bool = False,
-    critic: CriticConfig | None = None,
-) -> TrainState:
-    """A state before its first update.
-
-    Args:
-      reference: keep a copy of the policy for the KL term.
-      critic: begin a critic with a copy of the policy.
-    """
-    state = TrainState(policy, optimizer.init(policy), jnp.zeros((), jnp.int32))
-    if reference:
-        state = state._replace(reference=jax.tree.map(jnp.copy, policy))
-    if critic:
-        model = Critic(policy)
-        state = state._replace(critic=model, critic_opt_state=critic_optimizer(critic).init(model))
-    return state
-
-
-def beginning(
-    config: UpdateConfig, optimizer: optax.GradientTransformation
-) -> Callable[[Policy], TrainState]:
-    """`init_state` with what these updates need."""
-    critic = config.critic if config.method.critic else None
-    return functools.partial(
-        init_state, optimizer=optimizer, reference=config.kl_coef > 0, critic=critic
-    )
-
-
-def critic_optimizer(config: CriticConfig) -> optax.GradientTransformation:
-    """AdamW for the critic."""
-    return make_optimizer(OptimizerConfig(config.learning_rate, config.warmup))
-
-
-def _applied(
-    model: Any,
-    opt_state: optax.OptState,
-    grads: Any,
-    optimizer: optax.GradientTransformation,
-    wanted: Array,
-) -> tuple[Any, optax.OptState, Array, Array]:
-    """Model and optimizer state after one update, if `wanted` and the gradients are finite;
-    otherwise as they were. And the norm of the gradients, and whether it is finite.
-
-    An update on zeros would still move the moments, one on NaN would destroy the model.
-    """
-    norm = optax.tree.norm(grads)
-    finite = jnp.isfinite(norm)
-    with jax.named_scope("optimizer"):
-        change, new_opt_state = optimizer.update(grads, opt_state, model)
-    new = optax.apply_updates(model, change), new_opt_state
-    kept = jax.tree.map(lambda a, b: jnp.where(finite & wanted, a, b), new, (model, opt_state))
-    return *kept, norm, finite
-
-
-def apply_gradients(
-    state: TrainState, grads: Policy, optimizer: optax.GradientTransformation, wanted: Array
-) -> tuple[TrainState, Metrics]:
-    """One update of the policy, if `wanted` and the gradients are finite."""
-    policy, opt_state, norm, finite = _applied(
-        state.policy, state.opt_state, grads, optimizer, wanted
-    )
-    updates = state.updates + (finite & wanted)
-    state = state._replace(policy=policy, opt_state=opt_state, updates=updates)
-    metrics = Metrics(
-        sums={
-            "grad_norm": weighted(norm, finite & wanted),
-            "skipped_nonfinite": weighted(~finite),
-            "skipped_empty": weighted(~wanted),
-        }
-    )
-    return state, metrics
-
-
-class Batches(NamedTuple):
-    """A packed rollout and what the policy that sampled it made of it; M minibatches."""
-
-    packed: Packed
-    old_logps: Float[Array, "M J B C"]
-    # Of the inputs, what the routers chose when they were scored, or sampled (R3); and those of
-    # the prompts if they are to be replayed.
-    experts: Integer[Array, "M J B C Ls k"] | None = None
-    prompt_experts: Integer[Array, "M Q T Ls k"] | None = None
-    reference_logps: Float[Array, "M J B C"] | None = None
-    values: Float[Array, "M J B C"] | None = None  # the critic's
-    expert_counts: Float[Array, "Ls E"] | None = None  # how often each was chosen
+from gspo_jax.train_state import TrainState, applied, apply_gradients, critic_optimizer
 
 
 class _Micro(NamedTuple):
@@ -209,137 +51,6 @@ class _Micro(NamedTuple):
     def there(self) -> Bool[Array, "*lead B n"]:
         """Where there is a response that takes part."""
         return (self.spans.length > 0) & ~self.untrained
-
-
-def _by_layer(experts: Integer[Array, "B C Ls k"] | None) -> Int[Array, "Ls B C k"] | None:
-    return None if experts is None else jnp.moveaxis(experts, 2, 0)
-
-
-def _by_token(policy: Policy, experts: Integer[Array, "Ls B C k"]) -> Int[Array, "B C Ls k"]:
-    return jnp.moveaxis(experts, 0, 2).astype(id_dtype(policy.config.num_experts))
-
-
-def _score_rows(
-    policy: Policy,
-    prefix: Prefix,
-    prompt_mask: Array,
-    rows: Rows,
-    replay: Integer[Array, "B C Ls k"] | None,
-    config: UpdateConfig,
-) -> Scored:
-    return row_logps(
-        policy,
-        prefix,
-        prompt_mask,
-        rows,
-        SEGMENTS,
-        config.temperature,
-        config.logps_chunk,
-        _by_layer(replay),
-    )
-
-
-def score(
-    policy: Policy,
-    rollout: Rollout,
-    reference: Policy | None = None,
-    critic: Critic | None = None,
-    *,
-    config: UpdateConfig,
-) -> Batches:
-    """The rollout, packed into the micro-batches that `update` will train on, and its old
-    log-probabilities: the same weights then give the same numbers to the bit.
-
-    Args:
-      policy: the one that sampled.
-      reference: the one of the KL term.
-      critic: values the responses.
-    """
-    packed = pack(rollout, config.minibatches, config.micro_batch, config.group_size)
-    batches = Batches(packed, packed.sampler_logps, packed.experts, packed.prompt_experts)
-    if config.mismatch.old_logps == "scored":
-        found = _score_all(policy, packed, config, config.replay == "R3")
-        if config.replay == "R3":
-            found = found._replace(experts=packed.experts, prompt_experts=packed.prompt_experts)
-        batches = found
-    if reference is not None:
-        logps = _score_all(reference, packed, config, False).old_logps
-        batches = batches._replace(reference_logps=logps)
-    if critic is not None:
-        batches = batches._replace(values=_value_all(critic, packed))
-    return batches
-
-
-def _over_micro_batches(
-    packed: Packed, begin: Callable[[Packed], Any], one: Callable[[Packed, Any, Array], Any]
-) -> Any:
-    """What a model makes of all that is packed, used micro-batches one after the other.
-
-    Args:
-      begin: of a minibatch, what its micro-batches share.
-      one: of (minibatch, shared, number), (by row, to be added up) of a micro-batch.
-
-    Returns:
-      By row [M, J, ...], sums [M, ...], shared [M, ...].
-    """
-
-    def empty(x, *lead):
-        spec = Spec(*(None,) * len(lead), *x.sharding.spec)
-        return jnp.zeros((*lead, *x.shape), x.dtype, out_sharding=spec)
-
-    def minibatch(_, batch: Packed):
-        shared, kept = begin(batch)
-
-        def collect(number, found):
-            (rows, total), (new, more) = found, one(batch, shared, number)
-            rows = jax.tree.map(lambda all_, x: all_.at[number].set(x), rows, new)
-            return rows, jax.tree.map(jnp.add, total, more)
-
-        rows, total = jax.eval_shape(lambda number: one(batch, shared, number), 0)
-        parts = batch.spans.length.shape[0]
-        start = jax.tree.map(lambda x: empty(x, parts), rows), jax.tree.map(empty, total)
-        return None, (*jax.lax.fori_loop(0, batch.used, collect, start), kept)
-
-    return jax.lax.scan(minibatch, None, packed)[1]
-
-
-def _rows_of(packed: Any, number: Array) -> Any:
-    return jax.tree.map(lambda x: x[number], packed)
-
-
-def _score_all(policy: Policy, packed: Packed, config: UpdateConfig, replay: bool) -> Batches:
-    """Log-probabilities and experts of all that is packed, the sampler's replayed or not."""
-
-    def begin(batch):
-        prompts = _by_layer(batch.prompt_experts) if replay else None
-        prefix, experts = read_prompts(policy, batch.prompts, batch.prompt_mask, prompts)
-        kept = None
-        if config.replay == "R2" and experts is not None:
-            kept = _by_token(policy, experts)
-        return prefix, kept
-
-    def one(batch, prefix, number):
-        rows, ids = _rows_of(batch.rows, number), batch.experts[number] if replay else None
-        scored = _score_rows(policy, prefix, batch.prompt_mask, rows, ids, config)
-        if scored.routed is None:
-            return (scored.logps, None), None
-        load = scored.routed.load.chosen.sum((1, 2))
-        return (scored.logps, _by_token(policy, scored.routed.experts)), load
-
-    (logps, experts), load, prompt_experts = _over_micro_batches(packed, begin, one)
-    counts = None if load is None else load.sum(0)
-    return Batches(packed, logps, experts, prompt_experts, expert_counts=counts)
-
-
-def _value_all(critic: Critic, packed: Packed) -> Float[Array, "M J B C"]:
-    def begin(batch):
-        return read_prompts(critic.trunk, batch.prompts, batch.prompt_mask)[0], None
-
-    def one(batch, prefix, number):
-        rows = _rows_of(batch.rows, number)
-        return row_values(critic, prefix, batch.prompt_mask, rows)[0], None
-
-    return _over_micro_batches(packed, begin, one)[0]
 
 
 def _expert_change(new: Array, old: Array, valid: Array) -> tuple[Array, Array]:
@@ -375,7 +86,7 @@ def loss(
     """
     method = config.method
     replay = micro.experts if config.replay else None
-    scored = _score_rows(policy, prefix, prompt_mask, micro.rows, replay, config)
+    scored = score_rows(policy, prefix, prompt_mask, micro.rows, replay, config)
     logps, old_logps, sampler_logps, entropy = (
         unpack(x, micro.spans)
         for x in (scored.logps, micro.old_logps, micro.sampler_logps, scored.entropy)
@@ -427,7 +138,7 @@ def loss(
         metrics.sums["balance"] = weighted(balance, present)
         if micro.experts is not None:
             metrics.sums["expert_change"] = _expert_change(
-                _by_token(policy, scored.routed.experts), micro.experts, micro.rows.segments > 0
+                by_token(policy, scored.routed.experts), micro.experts, micro.rows.segments > 0
             )
     return total, metrics
 
@@ -499,7 +210,7 @@ def _accumulated(
     )
 
     def one(number):
-        return gradients(model, prefix, _rows_of(micros, number))
+        return gradients(model, prefix, rows_of(micros, number))
 
     def accumulate(number, total):
         (grads, metrics), (more, seen) = total, one(number)
@@ -530,7 +241,7 @@ def minibatch_gradients(
     def of_micro(policy, prefix, micro):
         return loss(policy, prefix, packed.prompt_mask, micro, weight, config)
 
-    replay = _by_layer(prompt_experts) if config.replay else None
+    replay = by_layer(prompt_experts) if config.replay else None
     return _accumulated(policy, lambda policy: policy, of_micro, packed, micros, replay)
 
 
@@ -643,7 +354,7 @@ def _update_critic(
     grads, metrics = critic_gradients(state.critic, packed, micros, config)
     optimizer = critic_optimizer(config.critic)
     wanted = micros.valued.trained.any()
-    critic, opt_state, norm, finite = _applied(
+    critic, opt_state, norm, finite = applied(
         state.critic, state.critic_opt_state, grads, optimizer, wanted
     )
     metrics.sums["critic_grad_norm"] = weighted(norm, finite & wanted)

@@ -34,7 +34,7 @@ from gspo_jax.program import Clock
 from gspo_jax.reward import TextReward, open_judge
 from gspo_jax.rewards.pool import RewardFailed
 from gspo_jax.sharding import make_mesh, somewhere
-from gspo_jax.step import beginning, make_optimizer
+from gspo_jax.train_state import beginning, make_optimizer
 from gspo_jax.workdir import claim, read_json, room, what_is_saved, write_json
 
 # What may change when a run is continued: the rest would make it another run.

@@ -33,7 +33,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 GSPO, STEP, LOGPS = "gspo_jax/gspo.py", "gspo_jax/step.py", "gspo_jax/logps.py"
 OBJECTIVES, MISMATCH, MOE = (f"gspo_jax/{x}.py" for x in ("objectives", "mismatch", "model/moe"))
-CRITIC = "gspo_jax/critic.py"
+CRITIC, SCORING, STATE = (f"gspo_jax/{x}.py" for x in ("critic", "scoring", "train_state"))
 PACKING, TRANSFORMER = "gspo_jax/packing.py", "gspo_jax/model/transformer.py"
 SCORED = "test_replay.py::test_items_32_and_33_scoring_replays_what_the_sampler_recorded"
 CHANGED = "test_replay.py::test_item_37_expert_change_compares_own_choices_with_the_replayed"
@@ -158,7 +158,7 @@ MUTATIONS = [
     Mutation(
         "7",
         "an update without signal is not skipped",
-        STEP,
+        STATE,
         "jnp.where(finite & wanted, a, b)",
         "jnp.where(finite, a, b)",
         "test_step.py::test_item_07_a_step_without_signal_leaves_every_bit",
@@ -447,7 +447,7 @@ MUTATIONS = [
         "32",
         "updates that do not replay in prompts",
         STEP,
-        "replay = _by_layer(prompt_experts) if config.replay else None",
+        "replay = by_layer(prompt_experts) if config.replay else None",
         "replay = None",
         "test_replay.py::test_items_32_and_34_updates_replay_token_by_token[R3-one device]",
     ),
@@ -478,7 +478,7 @@ MUTATIONS = [
     Mutation(
         "34",
         "R2 replays the sampler's experts",
-        STEP,
+        SCORING,
         'if config.replay == "R3":',
         "if config.replay:",
         "test_replay.py::test_items_32_and_34_updates_replay_token_by_token[R2-one device]",

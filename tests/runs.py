@@ -23,7 +23,7 @@ from gspo_jax.model.transformer import Policy, init_policy
 from gspo_jax.program import Program
 from gspo_jax.reward import TextReward
 from gspo_jax.sharding import make_mesh
-from gspo_jax.step import beginning, make_optimizer
+from gspo_jax.train_state import beginning, make_optimizer
 
 OPTIMIZER = functools.cache(make_optimizer)
 

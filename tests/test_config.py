@@ -21,8 +21,10 @@ from gspo_jax.data.tokenizers import AsciiTokenizer
 from gspo_jax.evaluate import sampling_config
 from gspo_jax.model.transformer import Policy
 from gspo_jax.rollout import sample
+from gspo_jax.scoring import score
 from gspo_jax.sharding import DATA, abstract_mesh
-from gspo_jax.step import init_state, make_optimizer, score, update
+from gspo_jax.step import update
+from gspo_jax.train_state import init_state, make_optimizer
 
 CONFIGS = sorted(Path("configs").glob("*.py"))
 TINY = "tests/tiny_run.py"

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as Spec
 
 import gspo_jax.phases
 import oracle
-from gspo_jax import step
+from gspo_jax import step, train_state
 from gspo_jax.critic import Critic, CriticConfig, gae, value_loss
 from gspo_jax.metrics import Metrics, highest, resolve
 from gspo_jax.mismatch import Mismatch
@@ -23,8 +23,8 @@ from gspo_jax.model.moe import balance_loss
 from gspo_jax.objectives import METHODS
 from gspo_jax.packing import pack
 from gspo_jax.rollout import Rollout
+from gspo_jax.scoring import Batches, UpdateConfig
 from gspo_jax.sharding import DATA, make_mesh, to_devices, to_host
-from gspo_jax.step import Batches, UpdateConfig
 from gspo_jax.train import train
 from runs import Killed, cheap_runs, metrics, samples, saved_state, tiny_configs
 from test_step import (
@@ -354,7 +354,7 @@ def outcome(name: str) -> Outcome:
         rollout, optimizer = place(ragged(*way.pads)), keeper()
         policy, first = (tiny_policy(x, num_layers=2, **dict(way.policy)) for x in (0, 1))
         critic = a_critic(first)
-        state = step.TrainState(
+        state = train_state.TrainState(
             policy,
             optimizer.init(policy),
             jnp.int32(0),
@@ -453,7 +453,7 @@ def test_the_gradient_is_that_of_responses_one_to_a_row(mesh):
 
 # --- The state -----------------------------------------------------------------------------------
 
-begin = jax.jit(step.beginning(CONFIG, adamw(ADAMW)))
+begin = jax.jit(train_state.beginning(CONFIG, adamw(ADAMW)))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -476,7 +476,7 @@ def test_a_critic_begins_as_a_copy_of_the_policy_without_a_head(mesh, tied):
 class Setting(NamedTuple):
     """A state, a rollout and its scores on one device."""
 
-    state: step.TrainState
+    state: train_state.TrainState
     rollout: Rollout
     batches: Batches
 

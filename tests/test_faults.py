@@ -28,7 +28,7 @@ import gspo_jax.train
 from gspo_jax.checkpoint import Checkpoints, CheckpointUnreadable, SaveFailed
 from gspo_jax.metrics import MetricsWriter, read_metrics
 from gspo_jax.rewards.pool import RewardFailed
-from gspo_jax.step import score
+from gspo_jax.scoring import score
 from gspo_jax.train import Diverged, Stopped, train
 from gspo_jax.workdir import claim
 from runs import Killed, cheap_runs, metrics, same_run, saved, tiny_configs

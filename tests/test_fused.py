@@ -16,17 +16,11 @@ from gspo_jax.config import load
 from gspo_jax.metrics import Metrics, read_metrics, resolve_stacked
 from gspo_jax.program import Program
 from gspo_jax.rollout import Rollout, SamplingConfig, sample
+from gspo_jax.scoring import UpdateConfig, score
 from gspo_jax.sharding import DATA, data_shards, make_mesh, round_robin, to_devices, to_host
-from gspo_jax.step import (
-    OptimizerConfig,
-    UpdateConfig,
-    fused_steps,
-    init_state,
-    make_optimizer,
-    score,
-    update,
-)
+from gspo_jax.step import fused_steps, update
 from gspo_jax.train import train
+from gspo_jax.train_state import OptimizerConfig, init_state, make_optimizer
 from tiny import tiny_policy
 
 Q, GROUP, P, R, STEPS = 16, 4, 6, 10, 2

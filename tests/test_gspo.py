@@ -11,7 +11,7 @@ import pytest
 import oracle
 from gspo_jax.gspo import ClipRange, group_advantages, gspo
 from gspo_jax.objectives import per_response, unit
-from gspo_jax.step import UpdateConfig
+from gspo_jax.scoring import UpdateConfig
 
 FIXTURES = np.load(Path(__file__).parent / "fixtures" / "loss_oracles.npz")
 SIGNS = {"positive": 1.5, "zero": 0.0, "negative": -1.5}

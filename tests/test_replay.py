@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as Spec
 
 import oracle
 import test_moe
-from gspo_jax import step
+from gspo_jax import scoring, step, train_state
 from gspo_jax.metrics import resolve
 from gspo_jax.mismatch import Mismatch
 from gspo_jax.model import moe
@@ -25,8 +25,9 @@ from gspo_jax.model.attention import causal, rotary
 from gspo_jax.model.transformer import rms_norm
 from gspo_jax.objectives import METHODS
 from gspo_jax.rollout import Rollout, SamplingConfig, sample
+from gspo_jax.scoring import UpdateConfig
 from gspo_jax.sharding import DATA, make_mesh, to_devices, to_host
-from gspo_jax.step import OptimizerConfig, UpdateConfig
+from gspo_jax.train_state import OptimizerConfig
 from test_step import (
     GROUP,
     B,
@@ -50,7 +51,7 @@ E, K = 8, 2  # experts, and how many serve a token
 CONFIG = UpdateConfig(minibatches=2, micro_batch=8, group_size=GROUP)
 QUICK = {"xla_backend_optimization_level": 0}  # programs that run once are compiled in less time
 KEEPER = keeper()
-scorer = jax.jit(step.score, static_argnames="config", compiler_options=QUICK)
+scorer = jax.jit(scoring.score, static_argnames="config", compiler_options=QUICK)
 SPARSE = (("num_layers", 2),)
 MIXED = (("num_layers", 3), ("dense_layers", (1,)))  # two runs of layers with experts
 
@@ -503,10 +504,10 @@ def test_old_log_probabilities_of_the_sampler_cost_no_forward_pass(mesh):
     batches = scorer(policy, rollout, config=BY_SAMPLER)
     mask = a_rollout().mask
     assert_same(unpacked(batches.old_logps, batches)[mask], sampled_rollout().logps[mask])
-    scoring = functools.partial(step.score, config=BY_SAMPLER)
-    assert "dot_general" not in str(jax.make_jaxpr(scoring)(policy, rollout))
-    scoring = functools.partial(step.score, config=CONFIG)
-    assert "dot_general" in str(jax.make_jaxpr(scoring)(policy, rollout))
+    by_sampler = functools.partial(scoring.score, config=BY_SAMPLER)
+    assert "dot_general" not in str(jax.make_jaxpr(by_sampler)(policy, rollout))
+    scored = functools.partial(scoring.score, config=CONFIG)
+    assert "dot_general" in str(jax.make_jaxpr(scored)(policy, rollout))
 
 
 def test_updates_take_the_samplers_log_probabilities_and_experts(mesh):
@@ -609,8 +610,10 @@ def test_item_35_a_policy_does_not_diverge_from_itself(mesh):
 def test_item_35_the_reference_never_changes(mesh):
     """While the policy leaves it."""
     policy, rollout, _ = scored_at("one device")
-    optimizer, config = step.make_optimizer(OptimizerConfig(1e-2)), method_config("gspo")
-    state = jax.jit(functools.partial(step.init_state, optimizer=optimizer, reference=True))(policy)
+    optimizer, config = train_state.make_optimizer(OptimizerConfig(1e-2)), method_config("gspo")
+    state = jax.jit(functools.partial(train_state.init_state, optimizer=optimizer, reference=True))(
+        policy
+    )
     batches = scorer(state.policy, rollout, state.reference, config=CONFIG)
     assert_same(batches.reference_logps, batches.old_logps)
     update = functools.partial(step.update, config=config, optimizer=optimizer)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as Spec
 from jax.sharding import reshard
 
 import oracle
-from gspo_jax import step
+from gspo_jax import scoring, step, train_state
 from gspo_jax.gspo import group_advantages
 from gspo_jax.metrics import highest, resolve
 from gspo_jax.model.attention import causal
@@ -23,6 +23,7 @@ from gspo_jax.model.moe import balance_loss
 from gspo_jax.objectives import METHODS
 from gspo_jax.overlong import Overlong
 from gspo_jax.rollout import Rollout
+from gspo_jax.scoring import UpdateConfig
 from gspo_jax.sharding import (
     DATA,
     data_shards,
@@ -32,7 +33,7 @@ from gspo_jax.sharding import (
     to_devices,
     to_host,
 )
-from gspo_jax.step import OptimizerConfig, UpdateConfig
+from gspo_jax.train_state import OptimizerConfig
 from tiny import tiny_policy
 
 B, P, R, GROUP = 64, 8, 10, 4  # responses, prompt and response length, group size
@@ -96,14 +97,14 @@ def place(rollout: Rollout) -> Rollout:
     )
 
 
-scorer = jax.jit(step.score, static_argnames="config")
+scorer = jax.jit(scoring.score, static_argnames="config")
 updater = jax.jit(step.update, static_argnames=("config", "optimizer"), donate_argnums=0)
-adamw = functools.cache(step.make_optimizer)
+adamw = functools.cache(train_state.make_optimizer)
 
 
 @functools.partial(jax.jit, static_argnames="optimizer")
 def begin(policy, optimizer):
-    return step.init_state(policy, optimizer)
+    return train_state.init_state(policy, optimizer)
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -129,7 +130,7 @@ def places(spans: Any) -> Any:
         yield at, spans.start[at][n], spans.length[at][n], shard[spans.response[at][n]]
 
 
-def unpacked(values: Any, batches: step.Batches, width: int = R) -> np.ndarray:
+def unpacked(values: Any, batches: scoring.Batches, width: int = R) -> np.ndarray:
     """Values [M, J, B, C, ...] of tokens as [B, R, ...], 0 outside of the responses."""
     values = to_host(values)
     rows = np.zeros((B, width, *values.shape[4:]), values.dtype)
@@ -138,7 +139,7 @@ def unpacked(values: Any, batches: step.Batches, width: int = R) -> np.ndarray:
     return rows
 
 
-def repacked(rows: np.ndarray, batches: step.Batches) -> jax.Array:
+def repacked(rows: np.ndarray, batches: scoring.Batches) -> jax.Array:
     """The inverse, NaN outside of the responses."""
     values = np.full(batches.old_logps.shape, np.nan, np.float32)
     for at, start, length, row in places(batches.packed.spans):
@@ -166,7 +167,7 @@ class Setting(NamedTuple):
 
     policy: Any
     rollout: Rollout
-    batches: step.Batches
+    batches: scoring.Batches
 
     @property
     def old_logps(self) -> np.ndarray:
@@ -230,7 +231,7 @@ def keeper() -> optax.GradientTransformation:
 
 def measured_update(state, rollout, batches, config, optimizer):
     """step.update; also the largest difference of a token's new and old log-probability."""
-    score, loss, seen = step._score_rows, step.loss, []
+    score, loss, seen = scoring.score_rows, step.loss, []
 
     def remember(*args):
         seen.append(score(*args))
@@ -243,7 +244,7 @@ def measured_update(state, rollout, batches, config, optimizer):
         metrics.maxs["gap"] = highest(gap, tokens)
         return total, metrics
 
-    with mock.patch.multiple(step, _score_rows=remember, loss=measure):
+    with mock.patch.multiple(step, score_rows=remember, loss=measure):
         return step.update(state, rollout, batches, config, optimizer)
 
 
@@ -702,7 +703,7 @@ def test_item_37_metrics_of_the_rollout(setting):
 
 def first_changes(config: OptimizerConfig, grads: dict[str, jax.Array], count: int) -> list[dict]:
     """The changes of the first updates of parameters that are 1."""
-    optimizer = step.make_optimizer(config)
+    optimizer = train_state.make_optimizer(config)
     params = jax.tree.map(jnp.ones_like, grads)
     state, changes = optimizer.init(params), []
     for _ in range(count):

@@ -25,8 +25,8 @@ from gspo_jax.metrics import read_metrics
 from gspo_jax.model.huggingface import load_policy
 from gspo_jax.plots import plot_curves
 from gspo_jax.program import Program
+from gspo_jax.scoring import score
 from gspo_jax.sharding import make_mesh
-from gspo_jax.step import score
 from gspo_jax.train import Diverged, Stopped, train
 from gspo_jax.workdir import claim
 from runs import Killed, Shared, cheap_runs, metrics, same_run, samples, saved, tiny_configs
