@@ -19,21 +19,18 @@ import json
 import resource
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec as Spec
-from jax.sharding import reshard
 
 from gspo_jax.model.transformer import PolicyConfig, init_policy
 from gspo_jax.program import Clock, Program
 from gspo_jax.rollout import Rollout, SamplingConfig, sample
 from gspo_jax.scoring import UpdateConfig, score
-from gspo_jax.sharding import DATA, from_rows, make_mesh, to_devices, to_host
+from gspo_jax.sharding import from_rows, make_mesh, to_devices, to_host
 from gspo_jax.step import update
 from gspo_jax.train_state import OptimizerConfig, init_state, make_optimizer
 
@@ -54,6 +51,21 @@ P, R, GROUP, END = 32, 128, 8, 3
 
 
 @dataclasses.dataclass(frozen=True)
+class Forced:
+    """A tool under which responses have these lengths and end nowhere else."""
+
+    lengths: tuple[int, ...]
+
+    def start(self):
+        return ()
+
+    def step(self, state, response, position, token):
+        last = position == jnp.asarray(self.lengths, jnp.int32)[response] - 1
+        token = jnp.where(last, END, jnp.where(token == END, END + 1, token))
+        return state, token, jnp.array(True)
+
+
+@dataclasses.dataclass(frozen=True)
 class Work:
     """What is measured."""
 
@@ -71,22 +83,16 @@ class Work:
         drawn = np.random.default_rng(0).lognormal(np.log(30), 0.8, count)
         return np.clip(np.round(drawn), 1, R).astype(int)
 
+    @property
+    def tool(self) -> Forced:
+        """What makes them so long."""
+        return Forced(tuple(self.lengths.tolist()))
+
 
 WORKS = {
     "small": Work(prompts=16, ragged=False, slots=128, micro_batch=16),
     "ragged": Work(prompts=64, ragged=True, slots=64, micro_batch=16),
 }
-
-
-def forced(lengths: np.ndarray) -> Callable[..., jax.Array]:
-    """An override under which responses have these lengths and end nowhere else."""
-
-    def override(response, position, token):
-        table = reshard(jnp.asarray(lengths, jnp.int32), Spec())
-        last = position == table.at[response].get(out_sharding=Spec(DATA)) - 1
-        return jnp.where(last, END, jnp.where(token == END, END + 1, token))
-
-    return override
 
 
 def fifo(lengths: np.ndarray, slots: int) -> float:
@@ -126,14 +132,14 @@ def flops(work: Work) -> dict[str, float]:
 def measure(name: str, steps: int) -> dict[str, Any]:
     """The figures of one work; medians over `steps` steps after one that compiles."""
     work = WORKS[name]
-    lengths, mesh = work.lengths, make_mesh()
+    mesh = make_mesh()
     config = UpdateConfig(minibatches=4, micro_batch=work.micro_batch, group_size=GROUP)
-    sampling = SamplingConfig(GROUP, R, work.slots, (END,), pad_id=0)
+    sampling = SamplingConfig(GROUP, R, work.slots, (END,), pad_id=0, tool=work.tool)
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-5))
     rng = np.random.default_rng(0)
     with jax.set_mesh(mesh):
         state = jax.jit(functools.partial(init_state, optimizer=optimizer))(init_policy(POLICY, 0))
-        sampler = Program(functools.partial(sample, config=sampling, override=forced(lengths)))
+        sampler = Program(functools.partial(sample, config=sampling))
         scorer = Program(functools.partial(score, config=config))
         updater = Program(
             functools.partial(update, config=config, optimizer=optimizer), donate=(0,)
@@ -190,9 +196,9 @@ def _waiting(work: Work, policy: Any, inputs: Any) -> float:
     """Tokens a second of the same decode loop when each batch waits for its longest response."""
     tokens, mask, groups = map(np.asarray, inputs)
     count = work.slots // GROUP
-    sampling = SamplingConfig(GROUP, R, work.slots, (END,), pad_id=0, shrinks=False)
+    sampling = SamplingConfig(GROUP, R, work.slots, (END,), pad_id=0, shrinks=False, tool=work.tool)
     mesh = make_mesh()
-    sampler = Program(functools.partial(sample, config=sampling, override=forced(work.lengths)))
+    sampler = Program(functools.partial(sample, config=sampling))
     parts = [
         to_devices((tokens[at], mask[at], groups[at]), mesh)
         for at in (slice(i, i + count) for i in range(0, work.prompts, count))

@@ -16,6 +16,8 @@ def get_config() -> ConfigDict:
     c.steps = 80  # rollouts, each followed by its updates
     c.fused_steps = 0  # 0: a checkpoint between rollout and update; n: n steps in one program
     c.init_from = ""  # a Hugging Face Qwen3-MoE folder to start from; "": random weights
+    c.stages = ()  # changes from a step on, such as dict(start=40, response_length=120,
+    # temperature=0.8, learning_rate=1e-4, tasks=dict(count_bits=dict(max_n=80000)), data_seed=2)
     c.shuffle_rewards = False  # the control: rewards permuted over the batch teach nothing
 
     c.policy = ConfigDict()
@@ -31,6 +33,7 @@ def get_config() -> ConfigDict:
     c.policy.max_positions = 512  # the context: prompt and response must fit
     c.policy.rope_theta = 10000.0  # base of the rotary frequencies
     c.policy.compute_dtype = "float32"  # or "bfloat16"; parameters are always float32
+    c.policy.reduce_dtype = "float32"  # or "bfloat16": gradients, added up over data shards
     c.policy.remat = False  # recompute layers in the backward pass instead of storing them
     c.policy.unroll = 3  # layers per iteration of the scan: more is faster and compiles longer
 
@@ -46,6 +49,7 @@ def get_config() -> ConfigDict:
     c.data.cold_start = 1000  # problems a task in each split; no question is in two
     c.data.train = 1500
     c.data.heldout = 200
+    c.data.seed = None  # of the problems and their order; None: seed
     c.data.dir = "runs/data"  # built once
     c.data.tokenizer = "ascii"  # a token a character
     c.data.phrases = (  # and one for each of these, wherever they occur
@@ -66,6 +70,9 @@ def get_config() -> ConfigDict:
     c.rollout.response_length = 88  # tokens; longer responses are cut
     c.rollout.slots = 64  # responses decoded at once
     c.rollout.temperature = 1.0
+    c.rollout.attempts = 1  # more: groups without signal are replaced, so often at most
+    c.rollout.tool = ""  # what may write into responses, such as gspo_jax.tools:calculator
+    c.rollout.weights = ""  # the sampler's: "float32", "bfloat16", "int8"; "": as compute_dtype
 
     c.reward = ConfigDict()  # functions as "package.module:function"
     c.reward.text = "gspo_jax.rewards.text:reasoning_gym_reward"  # of problems and texts
@@ -74,6 +81,7 @@ def get_config() -> ConfigDict:
     )
     c.reward.workers = 1  # processes that judge texts; 0: this one, without a time limit
     c.reward.timeout = 10.0  # seconds for a text, then its reward is missing
+    c.reward.turns = 0  # judge responses at the end of that many turns too: advantages by turn
 
     c.objective = ConfigDict()  # None: as the method was published
     c.objective.method = "gspo"  # or any other of objectives.METHODS
@@ -111,6 +119,8 @@ def get_config() -> ConfigDict:
     c.optimizer = ConfigDict()  # AdamW
     c.optimizer.learning_rate = 2e-4
     c.optimizer.warmup = 8  # updates
+    c.optimizer.decay = 0  # updates after those, along half a cosine; 0: the rate stays
+    c.optimizer.final = 0.1  # the part of the rate that it ends at
     c.optimizer.weight_decay = 0.0
     c.optimizer.max_grad_norm = 1.0
 

@@ -49,6 +49,9 @@ class Checkpoints:
     Args:
       workdir: the run's directory; created if absent.
       keep: how many states to keep, ≥ 1. With 1, a damaged newest state has none before it.
+
+    Attributes:
+      restored: the step of the state last restored; None before.
     """
 
     def __init__(self, workdir: str | Path, keep: int):
@@ -58,12 +61,18 @@ class Checkpoints:
         policies = ocp.training.preservation_policies
         self._states = _open(workdir, "state", policies.LatestN(keep))
         self._rollouts = _open(workdir, "rollout", policies.PreserveAll())
+        self.restored: int | None = None
         self._step: int | None = None  # of the state last saved or restored here
         self._saving: dict[ocp.training.Checkpointer, tuple[int, Any]] = {}
 
     def latest(self) -> int | None:
         """The step of the newest state, readable or not; None in a fresh work directory."""
         return max(_steps(self._states), default=None)
+
+    def begun(self) -> int:
+        """How many steps have begun: those of the newest state, and one if it has a rollout."""
+        newest = self.latest()
+        return 0 if newest is None else newest + (newest in _steps(self._rollouts))
 
     def save_state(self, step: int, state: PyTree, meta: Meta) -> None:
         """Saves the state after `step` steps in the background; it may be donated at once.
@@ -116,7 +125,7 @@ class Checkpoints:
         for found in steps:
             restored = _load(self._states, found, target)
             if restored is not None:
-                self._step = found
+                self._step = self.restored = found
                 return *restored, found
         raise CheckpointUnreadable(
             f"no state in {self._states.directory} can be read; tried steps {steps}, see the log. "

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from tqdm import tqdm
 
 from gspo_jax.config import TrainConfig, differences
-from gspo_jax.data.prompts import WorkedBatch, WorkedSet
+from gspo_jax.data.prompts import WorkedBatch
 from gspo_jax.data.sources import Sources
 from gspo_jax.logps import response_logps
 from gspo_jax.model import huggingface
@@ -20,6 +20,7 @@ from gspo_jax.model.moe import balance_loss
 from gspo_jax.model.transformer import Policy, init_policy
 from gspo_jax.program import Program
 from gspo_jax.sharding import to_devices
+from gspo_jax.tools import Tool, drawn_tokens, open_tool
 from gspo_jax.train_state import (
     OptimizerConfig,
     TrainState,
@@ -30,11 +31,17 @@ from gspo_jax.train_state import (
 
 
 def supervised_loss(
-    policy: Policy, batch: WorkedBatch, balance_coef: float
+    policy: Policy, batch: WorkedBatch, balance_coef: float, tool: Tool | None = None
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """(Mean negative log-probability of response tokens + load-balancing loss, the former)."""
+    """(Mean negative log-probability of response tokens + load-balancing loss, the former).
+
+    Args:
+      tool: what it would have written is read and not learnt.
+    """
     scored, load = response_logps(policy, *batch)
     mask = batch.response_mask
+    if tool is not None:
+        mask &= drawn_tokens(tool, batch.responses)
     loss = -jnp.where(mask, scored.logps, 0.0).sum() / jnp.maximum(mask.sum(), 1)
     balance = 0.0 if load is None else balance_loss(load).mean()
     return loss + balance_coef * balance, loss
@@ -45,14 +52,15 @@ def supervised_step(
     batch: WorkedBatch,
     balance_coef: float,
     optimizer: optax.GradientTransformation,
+    tool: Tool | None = None,
 ) -> tuple[TrainState, Float[Array, ""]]:
     """One update; also the loss before it."""
     gradients = jax.grad(supervised_loss, has_aux=True)
-    grads, loss = gradients(state.policy, batch, balance_coef)
+    grads, loss = gradients(state.policy, batch, balance_coef, tool)
     return apply_gradients(state, grads, optimizer, jnp.array(True))[0], loss
 
 
-def cold_start(policy: Policy, worked: WorkedSet, config: TrainConfig, mesh: jax.sharding.Mesh):
+def cold_start(policy: Policy, sources: Sources, config: TrainConfig, mesh: jax.sharding.Mesh):
     """The policy after config.cold_start.steps updates; `policy` is donated.
 
     Raises:
@@ -62,7 +70,10 @@ def cold_start(policy: Policy, worked: WorkedSet, config: TrainConfig, mesh: jax
     optimizer = make_optimizer(OptimizerConfig(c.learning_rate, c.warmup))
     step = Program(
         functools.partial(
-            supervised_step, balance_coef=config.objective.balance_coef, optimizer=optimizer
+            supervised_step,
+            balance_coef=config.objective.balance_coef,
+            optimizer=optimizer,
+            tool=open_tool(config, sources.tokenizer),
         ),
         donate=(0,),
     )
@@ -70,7 +81,7 @@ def cold_start(policy: Policy, worked: WorkedSet, config: TrainConfig, mesh: jax
     quiet = jax.process_index() != 0
     bar = tqdm(range(c.steps), desc="cold start", unit="step", mininterval=1.0, disable=quiet)
     for number in bar:
-        batch = to_devices(worked.batch(number, c.batch), mesh)
+        batch = to_devices(sources.worked.batch(number, c.batch), mesh)
         state, loss = step(state, batch)
         if number % 50 == 49 or number == c.steps - 1:
             bar.set_postfix(loss=f"{float(loss):.3f}")
@@ -90,13 +101,13 @@ def first_policy(config: TrainConfig, sources: Sources, mesh: jax.sharding.Mesh)
         policy = init_policy(config.policy, config.seed)
     if sources.worked is None:
         return policy
-    return cold_start(policy, sources.worked, config, mesh)
+    return cold_start(policy, sources, config, mesh)
 
 
 def check_folder(config: TrainConfig) -> None:
     """ValueError, naming what differs, if the folder init_from holds a policy of another shape."""
     ours, theirs = config.policy, huggingface.read_config(config.init_from)
-    free = {"compute_dtype", "remat", "unroll", "grouped_matmul"}  # no folder holds them
+    free = {"compute_dtype", "reduce_dtype", "remat", "unroll", "grouped_matmul"}  # no folder's
     if ours.max_positions <= theirs.max_positions:
         free |= {"max_positions"}
     if ours.stacks == theirs.stacks:  # the same layers have experts, however that is said

@@ -55,6 +55,7 @@ class DataConfig:
     dir: str
     tokenizer: str
     phrases: tuple[str, ...] = ()  # texts that the ascii tokenizer makes one token each
+    seed: int | None = None  # of the problems and their order; None: the run's
 
     def spec(self, task: str) -> TaskSpec:
         """The spec of a task. ValueError for what reasoning-gym refuses."""
@@ -75,6 +76,9 @@ class RolloutConfig:
     response_length: int  # R, tokens
     slots: int  # responses decoded at once, all data shards together
     temperature: float
+    attempts: int  # rollouts a step at most, until every group has signal
+    tool: str  # "package.module:function" of the tokenizer, gives a Tool; "": none
+    weights: str  # the sampler's copy of the policy: "" (as policy.compute_dtype), a type, "int8"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +128,7 @@ class RewardConfig:
     tokens: str  # of the tokenizer, gives a JAX function of tokens for training; "": none
     workers: int  # processes that judge texts; 0: the trainer's own, without a time limit
     timeout: float  # seconds for one text
+    turns: int  # T, at whose ends training responses are judged as well; 0: at their own only
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,8 +158,37 @@ class CheckpointConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class StageConfig:
+    """What changes at a step, and holds until a later stage changes it again. None: as before."""
+
+    start: int  # the first step of the stage
+    response_length: int | None = None  # tokens
+    temperature: float | None = None
+    learning_rate: float | None = None  # to which the schedule's factors apply
+    tasks: Mapping[str, Mapping[str, Any]] | None = None  # in place of all tasks before
+    data_seed: int | None = None  # another one refreshes the prompts
+
+    def applied(self, config: "TrainConfig") -> "TrainConfig":
+        """`config` with these changes."""
+
+        def changed(part: Any, **values: Any) -> Any:
+            return dataclasses.replace(part, **{k: v for k, v in values.items() if v is not None})
+
+        return dataclasses.replace(
+            config,
+            rollout=changed(
+                config.rollout,
+                response_length=self.response_length,
+                temperature=self.temperature,
+            ),
+            optimizer=changed(config.optimizer, learning_rate=self.learning_rate),
+            data=changed(config.data, tasks=self.tasks, seed=self.data_seed),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """A run."""
+    """A run. Its evaluations and its cold start follow the config as it begins."""
 
     seed: int
     steps: int
@@ -173,6 +207,20 @@ class TrainConfig:
     optimizer: OptimizerConfig
     evaluation: EvaluationConfig
     checkpoint: CheckpointConfig
+    stages: tuple[StageConfig, ...] = ()
+
+    def at(self, step: int) -> "TrainConfig":
+        """The config that a step follows: that of the stages begun by then, with none ahead."""
+        config = dataclasses.replace(self, stages=())
+        for stage in self.stages:
+            if stage.start <= step:
+                config = stage.applied(config)
+        return config
+
+    @property
+    def data_seed(self) -> int:
+        """Of the problems and their order."""
+        return self.seed if self.data.seed is None else self.data.seed
 
     @property
     def for_step(self) -> UpdateConfig:
@@ -183,6 +231,7 @@ class TrainConfig:
             minibatches=u.minibatches,
             micro_batch=u.micro_batch,
             group_size=self.rollout.group_size,
+            attempts=self.rollout.attempts,
             std_floor=o.std_floor,
             balance_coef=o.balance_coef,
             temperature=self.rollout.temperature,

@@ -8,6 +8,7 @@ policy, which has the same trunk. With one reward, at the last token, and V = 0 
     L       = mean_t 1/2 max( (V - R_t)^2, (clip(V, V_old - clip, V_old + clip) - R_t)^2 )
 
 with the returns R_t = A_t + V_old,t. Advantages are then whitened over the tokens of the rollout.
+The next token is the next that the policy drew: what a tool wrote in between is passed over.
 Everything is by input token, in the rows of packing.py.
 """
 
@@ -23,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from gspo_jax.logps import Rows, row_hidden
 from gspo_jax.model.transformer import Policy, Routed
-from gspo_jax.packing import SEGMENTS, Spans
+from gspo_jax.packing import SEGMENTS
 from gspo_jax.prefix import Prefix
 
 
@@ -64,61 +65,61 @@ class Valued(NamedTuple):
 
     advantages: Float[Array, "*lead B C"]  # whitened
     returns: Float[Array, "*lead B C"]
-    trained: Bool[Array, "*lead B C"]
 
 
 def gae(
     rewards: Float[Array, "B C"],
     values: Float[Array, "B C"],
+    trained: Bool[Array, "B C"],
     segments: Int[Array, "B C"],
     discount: float,
     trace: float,
 ) -> Float[Array, "B C"]:
-    """Advantages of the tokens of rows; nothing crosses from one segment into another."""
+    """Advantages of the tokens of rows; nothing crosses from one segment into another. A token that
+    is not trained has that of the next one that is."""
     follows = jnp.pad(segments[:, 1:] == segments[:, :-1], ((0, 0), (0, 1)))
-    after = jnp.pad(values[:, 1:], ((0, 0), (0, 1)))
-    delta = rewards + discount * jnp.where(follows, after, 0.0) - values
 
     def back(later, now):
-        delta, follows = now
-        advantage = delta + discount * trace * jnp.where(follows, later, 0.0)
-        return advantage, advantage
+        reward, value, trained, follows = now
+        next_value, advantage = (jnp.where(follows, x, 0.0) for x in later)
+        own = reward + discount * next_value - value + discount * trace * advantage
+        kept = jnp.where(trained, value, next_value), jnp.where(trained, own, advantage)
+        return kept, kept[1]
 
-    start = jnp.zeros_like(delta[:, 0])
-    _, advantages = jax.lax.scan(back, start, (delta.T, follows.T), reverse=True)
+    start = (jnp.zeros_like(values[:, 0]),) * 2
+    by_place = rewards.T, values.T, trained.T, follows.T
+    _, advantages = jax.lax.scan(back, start, by_place, reverse=True)
     return advantages.T
 
 
 def value_rollout(
     rows: Rows,
-    spans: Spans,
     values: Float[Array, "M J B C"],
     rewards: Float[Array, "M J B n"],
-    untrained: Bool[Array, "M J B n"],
+    trained: Bool[Array, "M J B n C"],
     config: CriticConfig,
 ) -> Valued:
     """Advantages and returns of all tokens of a rollout.
 
     Args:
       values: of the critic before its updates.
-      rewards, untrained: of each response, where it lies.
+      rewards: of each response, where it lies.
+      trained: its trained tokens.
     """
-    place = jnp.arange(values.shape[-1])
-    last = (spans.start + spans.length - 1)[..., None] == place[None, None, None, None]
-    last &= ((spans.length > 0) & ~untrained)[..., None]  # [M, J, B, n, C]
-    own = rows.segments[..., None, :] == 1 + jnp.arange(SEGMENTS)[None, None, None, :, None]
-    trained = (own & ~untrained[..., None]).any(-2)
+    place = jnp.arange(values.shape[-1])[None, None, None, None]
+    last = place == jnp.where(trained, place, -1).max(-1, keepdims=True)
     paid = jnp.where(last, rewards[..., None], 0.0).sum(-2)
+    trained = trained.any(-2)
     values = jnp.where(rows.segments > 0, values, 0.0)
     over = jax.vmap(jax.vmap(lambda *x: gae(*x, config.discount, config.trace)))
-    raw = over(paid, values, rows.segments)
+    raw = over(paid, values, trained, rows.segments)
     count = jnp.maximum(trained.sum(), 1)
     # Counted from the least: equal ones, however large, are then 0 to the bit.
     least = jnp.where(trained, raw, jnp.inf).min()
     above = jnp.where(trained, raw - least, 0.0)
     centred = jnp.where(trained, above - above.sum() / count, 0.0)
     deviation = jnp.sqrt((centred**2).sum() / count)
-    return Valued(centred / jnp.maximum(deviation, 1e-6), raw + values, trained)
+    return Valued(centred / jnp.maximum(deviation, 1e-6), raw + values)
 
 
 def value_loss(

@@ -6,8 +6,9 @@ Each held-out problem gets one greedy response and k at temperature 1. greedy an
 shares of responses with full marks, pass@k that of problems with at least one.
 """
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,7 +36,8 @@ from gspo_jax.sharding import (
     to_devices,
     to_rows,
 )
-from gspo_jax.train_state import beginning, make_optimizer
+from gspo_jax.tools import open_tool
+from gspo_jax.train_state import TrainState, beginning, make_optimizer
 from gspo_jax.workdir import claim, read_json, write_lines
 
 Scores = dict[str, dict[str, float]]  # task -> greedy, avg<k>, pass<k>
@@ -57,7 +59,7 @@ def lay_prompts(prompts: Sequence[Prompt], width: int, pad_id: int, shards: int)
 
 
 def sampling_config(config: TrainConfig, sources: Sources, **changes: object) -> SamplingConfig:
-    """How this run draws responses."""
+    """How this run draws responses; the policy in its own compute dtype."""
     values = {
         "group_size": config.rollout.group_size,
         "response_length": config.rollout.response_length,
@@ -65,6 +67,7 @@ def sampling_config(config: TrainConfig, sources: Sources, **changes: object) ->
         "end_ids": sources.tokenizer.end_ids,
         "pad_id": sources.tokenizer.pad_id,
         "temperature": config.rollout.temperature,
+        "tool": open_tool(config, sources.tokenizer),
     }
     return SamplingConfig(**(values | changes))
 
@@ -154,8 +157,19 @@ def table(columns: dict[str, Scores]) -> str:
     return "\n".join([head, "-" * len(head), *rows])
 
 
-def evaluate(workdir: Path, step: int | None = None) -> tuple[Scores, int]:
-    """Scores of a saved state of the run in `workdir`, and its step.
+class SavedRun(NamedTuple):
+    """A run as it was after `step` steps."""
+
+    config: TrainConfig
+    sources: Sources
+    mesh: jax.sharding.Mesh  # current
+    state: TrainState
+    step: int
+
+
+@contextlib.contextmanager
+def saved_run(workdir: Path, step: int | None = None) -> Iterator[SavedRun]:
+    """Claims the run in `workdir` and restores one of its states.
 
     Args:
       step: which state; None: the newest.
@@ -171,6 +185,11 @@ def evaluate(workdir: Path, step: int | None = None) -> tuple[Scores, int]:
     with claim(workdir), jax.set_mesh(mesh):
         with Checkpoints(workdir, config.checkpoint.keep) as checkpoints:
             newest = checkpoints.latest()
+            if newest is None:
+                raise FileNotFoundError(
+                    f"--workdir={workdir}: no state is saved there yet; start the run, or name "
+                    "another"
+                )
             optimizer = make_optimizer(config.optimizer)
             begin = beginning(config.for_step, optimizer)
             target = jax.eval_shape(lambda: begin(init_policy(config.policy, 0)))
@@ -178,10 +197,15 @@ def evaluate(workdir: Path, step: int | None = None) -> tuple[Scores, int]:
                 state, _, step = checkpoints.restore_state(target, step)
             except FileNotFoundError as error:
                 raise FileNotFoundError(f"--step={step}: {error}; the newest is {newest}") from None
-        sources = open_sources(config, described["data"])
-        log = workdir / "samples" / f"heldout_{step:06d}.jsonl"
-        with open_judge(config) as judge:
-            return Evaluator(config, sources, mesh, judge)(state.policy, log), step
+        yield SavedRun(config, open_sources(config, described["data"]), mesh, state, step)
+
+
+def evaluate(workdir: Path, step: int | None = None) -> tuple[Scores, int]:
+    """Scores of a saved state of the run in `workdir`, and its step; errors are `saved_run`'s."""
+    with saved_run(workdir, step) as run, open_judge(run.config) as judge:
+        log = workdir / "samples" / f"heldout_{run.step:06d}.jsonl"
+        evaluator = Evaluator(run.config, run.sources, run.mesh, judge)
+        return evaluator(run.state.policy, log), run.step
 
 
 def main(argv: Sequence[str]) -> None:

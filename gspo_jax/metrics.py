@@ -152,7 +152,7 @@ class MetricsWriter:
         Values are numbers (of Python, NumPy or JAX) or strings; NaN and ±inf become null.
         """
         if self._file is not None:
-            line = {"step": int(step)} | {name: _strict(value) for name, value in values.items()}
+            line = {"step": int(step)} | {name: strict(value) for name, value in values.items()}
             self._file.write(json.dumps(line, allow_nan=False) + "\n")
             self._file.flush()
 
@@ -198,7 +198,7 @@ def _lines(path: Path) -> list[tuple[str, dict]]:
     return lines
 
 
-def _strict(value: Any) -> float | int | str | None:
+def strict(value: Any) -> float | int | str | None:
     """A value that JSON has: NumPy and JAX scalars as Python's, what is not finite as None."""
     value = value.item() if hasattr(value, "item") else value
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -28,6 +28,7 @@ from gspo_jax.gspo import (
     log_sequence_ratio,
     log_token_ratio,
 )
+from gspo_jax.turns import turn_of
 
 Tokens = Float[Array, "B R"]
 Mask = Bool[Array, "B R"]
@@ -59,11 +60,10 @@ def turn_level(
     """Eq. 13 with one ratio per turn, the geometric mean over a contiguous run of trained tokens
     (arXiv 2511.20718). Without gaps in its mask, a response is one turn, as in `gspo_token`."""
     log_ratio = log_token_ratio(logps, old_logps, mask)
-    begins = mask & ~jnp.pad(mask, ((0, 0), (1, 0)))[:, :-1]
-    turn = jnp.cumsum(begins, axis=1)  # 1, 2, …; what is between two turns belongs to the first
+    turn = turn_of(mask)
 
     def mean(log_ratio, mask, turn):
-        count = log_ratio.shape[0] // 2 + 2  # more turns than that do not fit
+        count = log_ratio.shape[0] // 2 + 1  # more turns than that do not fit
         total, n = (jax.ops.segment_sum(x, turn, count) for x in (log_ratio, mask * 1.0))
         return (total / jnp.maximum(n, 1.0))[turn]
 

@@ -37,6 +37,7 @@ class Packed(NamedTuple):
     rows: Rows  # [M, J, B, ...]
     spans: Spans  # [M, J, B, SEGMENTS]
     sampler_logps: Float[Array, "M J B C"]
+    drawn: Bool[Array, "M J B C"] | None  # see Rollout
     experts: Integer[Array, "M J B C Ls k"] | None  # of the sampler, if the rollout has them
     prompt_experts: Integer[Array, "M Q T Ls k"] | None
     used: Int[Array, " M"]  # micro-batches that hold responses; the others are empty
@@ -101,7 +102,7 @@ def pack(rollout: Rollout, minibatches: int, micro_batch: int, group_size: int) 
         )
     rows = micro_batch // shards
 
-    def minibatch(prompts, prompt_mask, prompt_experts, responses, mask, logps, experts):
+    def minibatch(prompts, prompt_mask, prompt_experts, responses, mask, logps, drawn, experts):
         """Of one data shard: prompts [m // group_size, P], the rest [m, R, ...]."""
         prompt = jnp.arange(m) // group_size
         lengths = mask.sum(1)
@@ -137,18 +138,18 @@ def pack(rollout: Rollout, minibatches: int, micro_batch: int, group_size: int) 
             packed,
             spans,
             by_token(logps),
-            None if experts is None else by_token(experts),
+            *(None if x is None else by_token(x) for x in (drawn, experts)),
             prompt_experts,
             used,
         )
 
-    def shard(prompts, prompt_mask, responses, mask, logps, experts):
+    def shard(prompts, prompt_mask, responses, mask, logps, drawn, experts):
         before = None if experts is None else experts[:, : prompts.shape[1] - 1]
         after = None if experts is None else experts[:, prompts.shape[1] - 1 :]
         own = jax.tree.map(lambda x: x[::group_size], (prompts, prompt_mask, before))
         parts = jax.tree.map(
             lambda x: x.reshape(minibatches, -1, *x.shape[1:]),
-            (*own, responses, mask, logps, after),
+            (*own, responses, mask, logps, drawn, after),
         )
         packed = jax.vmap(minibatch)(*parts)
         return packed._replace(used=lax.pmax(packed.used, DATA))
@@ -158,15 +159,16 @@ def pack(rollout: Rollout, minibatches: int, micro_batch: int, group_size: int) 
     return jax.shard_map(
         shard,
         in_specs=Spec(DATA),
-        out_specs=Packed(first, first, batch, batch, batch, batch, first, Spec()),
-    )(r.prompts, r.prompt_mask, r.responses, r.mask, r.logps, r.experts)
+        out_specs=Packed(first, first, *(batch,) * 5, first, Spec()),
+    )(r.prompts, r.prompt_mask, r.responses, r.mask, r.logps, r.drawn, r.experts)
 
 
-def per_span(values: Shaped[Array, " B"], spans: Spans) -> Shaped[Array, "M J b n"]:
+def per_span(values: Shaped[Array, "B *rest"], spans: Spans) -> Shaped[Array, "M J b n *rest"]:
     """What each response of a rollout has, where it lies; anything where there is no response."""
 
     def shard(values, response):
-        return jax.vmap(lambda v, i: v[i])(values.reshape(response.shape[0], -1), response)
+        values = values.reshape(response.shape[0], -1, *values.shape[1:])
+        return jax.vmap(lambda v, i: v[i])(values, response)
 
     batch = Spec(None, None, DATA)
     return jax.shard_map(shard, in_specs=(Spec(DATA), batch), out_specs=batch)(

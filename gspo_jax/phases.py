@@ -21,6 +21,7 @@ from gspo_jax.data.sources import Sources
 from gspo_jax.evaluate import lay_prompts, sampling_config
 from gspo_jax.metrics import Metrics
 from gspo_jax.program import Clock, Program
+from gspo_jax.refill import judged_rollout, nothing, refill, refilled_rollout
 from gspo_jax.reward import TextReward, TokenReward
 from gspo_jax.rewards.pool import RewardFailed
 from gspo_jax.rollout import Rollout, sample
@@ -51,20 +52,35 @@ class _Phases:
         self._text, self._checkpoints = text, checkpoints
         self._tokens = TokenReward(config, sources) if config.reward.tokens else None
         self._key = jax.random.key(config.seed)
-        sampling = sampling_config(config, sources, record_experts=config.objective.replay == "R3")
+        self._attempts = config.rollout.attempts
+        sampling = sampling_config(
+            config,
+            sources,
+            record_experts=config.objective.replay == "R3",
+            weights=config.rollout.weights,
+        )
         self._sample = functools.partial(sample, config=sampling)
         self._score = functools.partial(score, config=config.for_step)
         self._update = functools.partial(update, config=config.for_step, optimizer=optimizer)
 
-    def _inputs(self, step: int) -> tuple[Any, Any]:
-        """Prompts and, for a reward of tokens, reference answers of a step; host arrays."""
-        r = self._config.rollout
-        prompts = self._sources.train.batch(step, r.prompts)
-        shards = data_shards(self._mesh)
-        laid = lay_prompts(prompts, r.prompt_length, self._sources.tokenizer.pad_id, shards)
-        if self._tokens is None:
-            return laid, None
-        return laid, self._tokens.answers([prompts[group].problem for group in laid.groups])
+        self._refill = functools.partial(
+            refill, group_size=config.rollout.group_size, std_floor=config.objective.std_floor
+        )
+
+    def _inputs(self, step: int) -> list[tuple[Any, Any]]:
+        """Of each attempt of a step, prompts and, for a reward of tokens, reference answers; host
+        arrays."""
+        r, shards = self._config.rollout, data_shards(self._mesh)
+        prompts = self._sources.train.batch(step, self._attempts * r.prompts)
+        pad_id, found = self._sources.tokenizer.pad_id, []
+        for first in range(0, len(prompts), r.prompts):
+            mine = prompts[first : first + r.prompts]
+            laid = lay_prompts(mine, r.prompt_length, pad_id, shards)
+            answers = None
+            if self._tokens is not None:
+                answers = self._tokens.answers([mine[group].problem for group in laid.groups])
+            found.append((laid._replace(groups=laid.groups + np.int32(first)), answers))
+        return found
 
 
 class TwoPhase(_Phases):
@@ -78,7 +94,7 @@ class TwoPhase(_Phases):
         self._scorer = Program(self._score)
         self._updater = Program(self._update, donate=(0,))
         self._rewarder = self._tokens and Program(self._tokens)
-        self._first = True
+        self._refiller = Program(self._refill, donate=(0,)) if self._attempts > 1 else None
         self._unjudged: Rollout | None = None
 
     def __call__(self, state: TrainState, step: int, clock: Clock) -> tuple[TrainState, Metrics]:
@@ -87,45 +103,100 @@ class TwoPhase(_Phases):
         Raises:
           RewardFailed: before anything is donated; the rollout is saved if its state is.
         """
-        prompts, answers = to_devices(self._inputs(step), self._mesh)
-        args = state.policy, *prompts, jax.random.fold_in(self._key, step)
-        rollout = self._saved(step, args)
-        if rollout is None:
-            rollout = clock.time("rollout", self._sampler, *args)
-            if step % self._config.checkpoint.every == 0:
-                clock.time("checkpoint", self._checkpoints.save_rollout, step, rollout, {})
-        self._unjudged = rollout
-        judging = None if self._tokens else self._text.begin(step, to_rows(rollout))
+        inputs = self._inputs(step)
+        rollout = self._saved(step, state, inputs)
+        fresh = rollout is None
+        if fresh and self._attempts > 1:
+            rollout = self._refilled(state, step, inputs, clock)
+        elif fresh:
+            rollout = self._sampled(state, step, inputs[0], clock)
+        if fresh and step % self._config.checkpoint.every == 0:
+            clock.time("checkpoint", self._checkpoints.save_rollout, step, rollout, {})
+        judge = None
+        if self._attempts == 1:
+            self._unjudged = rollout
+            judge = self._judge(rollout, step, inputs[0], clock)
         batches = clock.time(
             "score", self._scorer, state.policy, rollout, state.reference, state.critic
         )
-        if judging is None:
-            rewards = clock.time("reward", self._rewarder, rollout, answers, np.int32(step))
-        else:
-            rewards = from_rows(clock.time("reward", agreed, judging.result), self._mesh)
-        rollout = rollout._replace(rewards=rewards)
+        rollout = judge() if judge else rollout
         state, metrics = clock.time("update", self._updater, state, rollout, batches)
         return state, jax.tree.map(lambda x: x[None], metrics)
 
     def keep(self, step: int, save: Callable[[], None]) -> str:
         """Saves what a step without rewards leaves, the state and the rollout; says so."""
         save()
+        if self._unjudged is None:
+            return (
+                f"The state after step {step} is saved; mend the reward function, and the same "
+                "command goes on from there"
+            )
         self._checkpoints.save_rollout(step, self._unjudged, {})
         return (
             f"The state after step {step} and its rollout are saved; mend the reward function, and "
             "the same command judges them again"
         )
 
-    def _saved(self, step: int, args: Any) -> Rollout | None:
+    def _sampled(self, state: TrainState, step: int, inputs: Any, clock: Clock) -> Rollout:
+        """An attempt, not yet judged."""
+        prompts = to_devices(inputs[0], self._mesh)
+        key = jax.random.fold_in(self._key, step)
+        return clock.time("rollout", self._sampler, state.policy, *prompts, key)
+
+    def _judge(
+        self, rollout: Rollout, step: int, inputs: Any, clock: Clock
+    ) -> Callable[[], Rollout]:
+        """Begins to judge; a call waits for the rollout with its rewards."""
+        if self._tokens:
+            answers = to_devices(inputs[1], self._mesh)
+            return lambda: clock.time("reward", self._rewarder, rollout, answers, np.int32(step))
+        judging = self._text.begin(step, to_rows(rollout))
+
+        def wait() -> Rollout:
+            judged = from_rows(clock.time("reward", agreed, judging.result), self._mesh)
+            return rollout._replace(**judged._asdict())
+
+        return wait
+
+    def _refilled(self, state: TrainState, step: int, inputs: list, clock: Clock) -> Rollout:
+        """A judged rollout, from as many attempts as it takes."""
+        kept = None
+        for attempt in inputs:
+            fresh = self._sampled(state, step, attempt, clock)
+            fresh = self._judge(fresh, step, attempt, clock)()
+            kept = kept or _nothing_like(fresh)
+            kept, whole = clock.time("refill", self._refiller, kept, fresh)
+            if to_rows(whole):
+                break
+        return kept
+
+    def _saved(self, step: int, state: TrainState, inputs: list) -> Rollout | None:
         """The rollout saved for the state that a run goes on from, if it was stopped after it."""
-        first, self._first = self._first, False
-        if not first:
+        if step != self._checkpoints.restored:
             return None
-        saved = self._checkpoints.restore_rollout(step, self._sampler.shapes(*args))
+        prompts = to_devices(inputs[0][0], self._mesh)
+        shapes = self._sampler.shapes(state.policy, *prompts, self._key)
+        if self._attempts > 1:
+            shapes = jax.eval_shape(lambda: nothing(self._as_judged(shapes)))
+        saved = self._checkpoints.restore_rollout(step, shapes)
         if saved is None:
             return None
         processes.say(f"step {step}: its saved rollout is used")
         return saved[0]
+
+    def _as_judged(self, shapes: Rollout) -> Rollout:
+        """Shapes of a rollout, with those of what a judge adds."""
+        turns, rewards = self._config.reward.turns, shapes.rewards
+        if not turns:
+            return shapes
+        shape = (*rewards.shape, turns)
+        standings = jax.ShapeDtypeStruct(shape, rewards.dtype, sharding=rewards.sharding)
+        return shapes._replace(standings=standings)
+
+
+def _nothing_like(rollout: Rollout) -> Rollout:
+    shapes = jax.eval_shape(lambda x: x, rollout)
+    return jax.jit(lambda: nothing(shapes))()
 
 
 class Fused(_Phases):
@@ -134,12 +205,13 @@ class Fused(_Phases):
     def __init__(self, *args: Any):
         super().__init__(*args)
         self.steps = self._config.fused_steps
+        judged = functools.partial(
+            judged_rollout, sample=self._sample, reward=self._tokens or self._text
+        )
+        if self._attempts > 1:
+            judged = functools.partial(refilled_rollout, judged=judged, refill=self._refill)
         function = functools.partial(
-            fused_steps,
-            sample=self._sample,
-            reward=self._tokens or self._text,
-            score=self._score,
-            update=self._update,
+            fused_steps, judged=judged, score=self._score, update=self._update
         )
         self._program = Program(function, donate=(0,))
 
@@ -149,9 +221,16 @@ class Fused(_Phases):
         Returns before the devices are done.
         """
         steps = np.arange(step, step + self.steps, dtype=np.int32)
-        inputs = jax.tree.map(lambda *x: np.stack(x), *map(self._inputs, steps.tolist()))
-        inputs = to_devices(inputs, self._mesh, Spec(None, DATA))
+        each = [self._stacked(step) for step in steps.tolist()]
+        inputs = jax.tree.map(lambda *x: np.stack(x), *each)
+        lead = (None,) if self._attempts == 1 else (None, None)
+        inputs = to_devices(inputs, self._mesh, Spec(*lead, DATA))
         return clock.start("step", self._program, state, *inputs, steps, self._key)
+
+    def _stacked(self, step: int) -> Any:
+        """The inputs of a step; of several attempts stacked."""
+        inputs = self._inputs(step)
+        return inputs[0] if len(inputs) == 1 else jax.tree.map(lambda *x: np.stack(x), *inputs)
 
 
 def agreed(result: Callable[[], Any]) -> Any:

@@ -12,19 +12,21 @@ its batch axis and the slots as its sequence axis.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import PartitionSpec as Spec
 from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray, Shaped
 
 from gspo_jax.model import attention
+from gspo_jax.model.int8 import SUMMED, quantised
 from gspo_jax.model.moe import id_dtype
 from gspo_jax.model.transformer import Policy, layer_by_layer
 from gspo_jax.prefix import empty_cache, read_prompts
 from gspo_jax.sharding import DATA, data_shards
+from gspo_jax.tools import Tool, advance, begun
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +43,18 @@ class SamplingConfig:
     top_p: float = 1.0  # evaluation only
     record_experts: bool = False
     shrinks: bool = True  # fewer slots for the last responses
+    tool: Tool | None = None  # writes into responses
+    weights: str = ""  # what the policy is kept in, see compute_copy
+
+
+class Discarded(NamedTuple):
+    """Groups that were sampled and are not trained on, see refill.py; added up over attempts."""
+
+    attempts: Int[Array, ""]
+    groups: Int[Array, ""]
+    tokens: Int[Array, ""]
+    rewards: Float[Array, ""]  # the sum of those that are not missing
+    judged: Int[Array, ""]  # how many they are
 
 
 class Rollout(NamedTuple):
@@ -49,18 +63,19 @@ class Rollout(NamedTuple):
     prompts: Int[Array, "B P"]  # left-padded
     prompt_mask: Bool[Array, "B P"]
     responses: Int[Array, "B R"]  # right-padded, the end id included
-    mask: Bool[Array, "B R"]  # response tokens: trained, and counted in n
+    mask: Bool[Array, "B R"]  # the tokens of the response
     logps: Float[Array, "B R"]  # the sampler's log-probabilities, float32
-    groups: Int[Array, " B"]  # which prompt of the batch, in [0, Q)
+    groups: Int[Array, " B"]  # which prompt of the step
     finished: Bool[Array, " B"]  # ended by an end id; False: cut at R tokens
     rewards: Float[Array, " B"]  # NaN: missing
     iterations: Int[Array, ""]  # of the decode loop
     slot_steps: Int[Array, ""]  # slots that they visited, idle ones included
     experts: Integer[Array, "B S Ls k"] | None = None  # of the P + R - 1 input tokens; -1: no input
-
-
-# Tokens that are forced, such as a tool's output: (response, position, token) -> token, by slot.
-Override = Callable[[Array, Array, Array], Array]
+    # Tokens of the policy's own, trained and counted in n; the others are a tool's. None: all.
+    drawn: Bool[Array, "B R"] | None = None
+    # The reward that each of T turns left the response with; NaN: no such turn. None: not asked.
+    standings: Float[Array, "B T"] | None = None
+    discarded: Discarded | None = None  # None: nothing ever is
 
 
 class _Loop(NamedTuple):
@@ -77,6 +92,8 @@ class _Loop(NamedTuple):
     lengths: Int[Array, "Z n"]
     finished: Bool[Array, "Z n"]
     experts: Integer[Array, "Z n R Ls k"] | None
+    tool: Any  # states of the tool, [Z, slots, ...]
+    drawn: Bool[Array, "Z n R"] | None
 
 
 def widths(slots: int) -> list[int]:
@@ -90,19 +107,31 @@ def _take(rows: Shaped[Array, "Z n *rest"], index: Int[Array, "Z slots"]) -> Arr
     return jax.vmap(lambda row, i: row[i])(rows, index)
 
 
-def compute_copy(policy: Policy) -> Policy:
-    """The policy in its compute dtype, cast once and not once a token; norms and routers stay.
+def compute_copy(policy: Policy, weights: str = "") -> Policy:
+    """The policy as the sampler keeps it, made once and not once a token; norms and routers stay.
 
     No gradient goes through it, so that experts may be served in passes where that is faster.
+
+    Args:
+      weights: "float32" or "bfloat16", in which it also computes; "": in its compute dtype; "int8":
+        attention and FFNs are kept in int8 (see int8.py) and computed in the compute dtype, in
+        which the embedding and the head stay: a small part of an MoE, and what decides a token.
     """
-    dtype = policy.config.dtype
-
-    def cast(path, x):
-        keep = any("norm" in str(part) or "router" in str(part) for part in path)
-        return x if keep else x.astype(dtype)
-
-    policy = jax.tree_util.tree_map_with_path(cast, policy)
     c = policy.config
+    if weights not in ("", "int8"):
+        c = dataclasses.replace(c, compute_dtype=weights)
+
+    def cast(path, param):
+        name = jax.tree_util.keystr(path[-1:], simple=True)
+        if weights == "int8" and name in SUMMED:
+            return quantised(param[...], SUMMED[name])
+        keep = "norm" in name or name == "router"
+        return param if keep else jax.tree.map(lambda x: x.astype(c.dtype), param)
+
+    policy = jax.tree_util.tree_map_with_path(
+        cast, policy, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    )
+    policy.config = c
     if not c.unrolled:
         return policy
     passes = jax.default_backend() == "cpu" and c.grouped_matmul == "auto"
@@ -162,12 +191,16 @@ def draw(
     response: Int[Array, "Z slots"],
     position: Int[Array, "Z slots"],
     config: SamplingConfig,
-    override: Override | None = None,
-) -> tuple[Int[Array, "Z slots"], Float[Array, "Z slots"]]:
-    """A token and its log-probability for each slot.
+    state: Any = None,
+) -> tuple[Int[Array, "Z slots"], Float[Array, "Z slots"], Any, Bool[Array, "Z slots"] | None]:
+    """A token and its log-probability for each slot; then the tool's new states, and where it left
+    the token that was drawn.
 
     The randomness belongs to (response, position), not to a slot or a device: the same responses
     come out for any number of slots and any mesh.
+
+    Args:
+      state: of the tool.
     """
     if config.temperature > 0:
         logits = restrict(logits / config.temperature, config.top_k, config.top_p)
@@ -179,11 +212,11 @@ def draw(
         token = jnp.argmax(logits + jax.vmap(jax.vmap(noise))(response, position), -1)
     else:
         token = jnp.argmax(logits, -1)
-    token = token.astype(jnp.int32)
-    if override is not None:
-        token = override(response, position, token)
+    token, drawn = token.astype(jnp.int32), None
+    if config.tool is not None:
+        state, token, drawn = advance(config.tool, state, response, position, token)
     chosen = jnp.take_along_axis(logits, token[..., None], -1)[..., 0]
-    return token, chosen - jax.nn.logsumexp(logits, -1)
+    return token, chosen - jax.nn.logsumexp(logits, -1), state, drawn
 
 
 def sample(
@@ -193,16 +226,14 @@ def sample(
     groups: Int[Array, " Q"],
     key: PRNGKeyArray,
     config: SamplingConfig,
-    override: Override | None = None,
 ) -> Rollout:
     """group_size responses to every prompt.
 
     Args:
       prompts, prompt_mask: left-padded, at least two columns; rows split evenly over data shards.
-      groups: a number for each prompt, which names its group and seeds its randomness.
+      groups: a number for each prompt, which names its group and seeds its randomness: response
+        g * group_size + i is the i-th to the prompt of group g.
       key: the randomness of this step.
-      override: may replace the tokens that were drawn, given (response, position, token) of each
-        slot; response g * group_size + i is the i-th to the prompt of group g.
 
     Returns:
       A Rollout whose rewards are all missing; B = Q * group_size.
@@ -212,7 +243,7 @@ def sample(
     per_shard = prompts.shape[0] // shards  # prompts
     n = per_shard * c.group_size  # responses
     slots = min(c.slots, n)
-    policy = compute_copy(policy)
+    policy = compute_copy(policy, c.weights)
 
     def to_shards(x):
         return x.reshape(shards, per_shard, *x.shape[1:], out_sharding=Spec(DATA))
@@ -250,10 +281,13 @@ def sample(
         prompt = start(s.response)
         attend = decode_attention(context_mask, prompt, s.position, s.time, length)
         rotary = _take(prompt_lengths, prompt) - 1 + s.position
-        hidden, cache, routed = policy(s.token, rotary, live, attend, s.cache, prompt_cache)
-        logits = jax.sharding.reshard(policy.logits(hidden), Spec(DATA))
+        model, token = policy, s.token
+        if c.weights == "int8":  # or the compiler would dequantise all layers before the loop
+            model, token = jax.lax.optimization_barrier((model, token))
+        hidden, cache, routed = model(token, rotary, live, attend, s.cache, prompt_cache)
+        logits = jax.sharding.reshard(model.logits(hidden), Spec(DATA))
         ids = _take(response_ids, jnp.minimum(s.response, n - 1))
-        token, logp = draw(logits, key, ids, s.position, c, override)
+        token, logp, tool, drawn = draw(logits, key, ids, s.position, c, s.tool)
         ended = (token[..., None] == ends[None, None]).any(-1)
         done = live & (ended | (s.position == length - 1))
 
@@ -269,6 +303,10 @@ def sample(
         if experts is not None:
             experts = write(experts, jnp.moveaxis(routed.experts, 0, 2).astype(id_type))
         response = jnp.where(done, s.queue[:, None] + jnp.cumsum(done, 1) - 1, s.response)
+
+        def anew(state, fresh):
+            return jnp.where(done.reshape(*done.shape, *(1,) * (state.ndim - 2)), fresh, state)
+
         return _Loop(
             time=s.time + 1,
             queue=s.queue + done.sum(1),
@@ -281,6 +319,8 @@ def sample(
             lengths=finish(s.lengths, s.position + 1),
             finished=finish(s.finished, ended),
             experts=experts,
+            tool=tool if c.tool is None else jax.tree.map(anew, tool, begun(c.tool, done.shape)),
+            drawn=None if drawn is None else write(s.drawn, drawn),
         )
 
     def compact(s: _Loop, slots: int) -> _Loop:
@@ -298,6 +338,7 @@ def sample(
             position=take(s.position),
             token=take(s.token),
             cache=jax.tree.map(take_cache, s.cache),
+            tool=jax.tree.map(lambda x: _take(x, kept), s.tool),
         )
 
     first = full((slots,), 0, jnp.int32) + jnp.arange(slots, dtype=jnp.int32)[None]
@@ -316,16 +357,18 @@ def sample(
         lengths=full((n,), 0, jnp.int32),
         finished=full((n,), False, bool),
         experts=full((n, length, sparse, k), -1, id_type) if record else None,
+        tool=None if c.tool is None else begun(c.tool, (shards, slots)),
+        drawn=None if c.tool is None else full((n, length), False, bool),
     )
     slot_steps = jnp.int32(0)
     stages = widths(slots) if c.shrinks else [slots]
     for width in stages:
         end = compact(end, width) if width < slots else end
-        begun, fewer = end.time, width // 2 if width > stages[-1] else 0
+        time, fewer = end.time, width // 2 if width > stages[-1] else 0
         end = jax.lax.while_loop(
             lambda s, fewer=fewer: (s.response < n).sum(1).max() > fewer, body, end
         )
-        slot_steps += (end.time - begun) * width * shards
+        slot_steps += (end.time - time) * width * shards
     experts = None
     if record:
         context = jnp.moveaxis(prompt_experts, 0, 2).astype(id_type)
@@ -343,4 +386,5 @@ def sample(
         iterations=end.time,
         slot_steps=slot_steps,
         experts=experts,
+        drawn=None if end.drawn is None else to_rows(end.drawn),
     )

@@ -23,11 +23,39 @@ if TYPE_CHECKING:
 
 def impossible(c: "TrainConfig") -> Iterator[str]:
     """What cannot work, as 'key=value: why; remedy'."""
+    at_first = list(_impossible_throughout(c))
+    yield from at_first
+    yield from _impossible_stages(c, at_first)
+
+
+def _impossible_stages(c: "TrainConfig", at_first: list[str]) -> Iterator[str]:
+    """The same of stages; what is wrong from the beginning is not said again."""
+    before = 0
+    for number, stage in enumerate(c.stages):
+        key = f"stages[{number}].start={stage.start}"
+        if stage.start <= before:
+            yield f"{key}: must be above {before}; stages come in order, none before a first step"
+            return
+        if c.fused_steps > 0 and stage.start % c.fused_steps:
+            yield (
+                f"{key}: must be a multiple of fused_steps = {c.fused_steps}; a stage begins with "
+                "a dispatch"
+            )
+        if c.at(stage.start) == c.at(stage.start - 1):
+            yield f"{key}: changes nothing; remove it, or give what is to change"
+        for problem in _impossible_throughout(c.at(stage.start)):
+            if problem not in at_first:
+                yield f"stages[{number}]: {problem}"
+        before = stage.start
+
+
+def _impossible_throughout(c: "TrainConfig") -> Iterator[str]:
+    """What cannot work in a run without stages."""
     p, m, r, u, o = c.policy, c.mesh, c.rollout, c.updates, c.optimizer
     positive = {
         "mesh": (m, "fsdp expert tensor"),
         "policy": (p, "vocab_size hidden_size num_layers num_heads num_kv_heads head_dim"),
-        "rollout": (r, "prompts slots response_length"),
+        "rollout": (r, "prompts slots response_length attempts"),
         "updates": (u, "minibatches micro_batch"),
         "evaluation": (c.evaluation, "samples"),
         "checkpoint": (c.checkpoint, "every keep"),
@@ -43,9 +71,9 @@ def impossible(c: "TrainConfig") -> Iterator[str]:
         "objective.overlong": (c.objective.overlong, "buffer penalty"),
         "critic": (c.critic, "learning_rate warmup"),
         "updates": (u, "logps_chunk"),
-        "optimizer": (o, "learning_rate warmup weight_decay"),
+        "optimizer": (o, "learning_rate warmup decay weight_decay"),
         "evaluation": (c.evaluation, "every"),
-        "reward": (c.reward, "workers"),
+        "reward": (c.reward, "workers turns"),
     }
     above_zero = {
         "reward": (c.reward, "timeout"),
@@ -101,8 +129,9 @@ def impossible(c: "TrainConfig") -> Iterator[str]:
     for layer in p.dense_layers:
         if not 0 <= layer < p.num_layers:
             yield f"policy.dense_layers={p.dense_layers}: layers are 0 to {p.num_layers - 1}"
-    if p.compute_dtype not in ("float32", "bfloat16"):
-        yield f"policy.compute_dtype={p.compute_dtype!r}: must be 'float32' or 'bfloat16'"
+    for key in ("compute_dtype", "reduce_dtype"):
+        if getattr(p, key) not in ("float32", "bfloat16"):
+            yield f"policy.{key}={getattr(p, key)!r}: must be 'float32' or 'bfloat16'"
     if p.grouped_matmul not in ("auto", "ragged", "padded"):
         yield f"policy.grouped_matmul={p.grouped_matmul!r}: must be 'auto', 'ragged' or 'padded'"
     if p.unroll < 1:
@@ -131,6 +160,11 @@ def impossible(c: "TrainConfig") -> Iterator[str]:
         )
     if r.temperature <= 0:
         yield f"rollout.temperature={r.temperature}: must be above 0; greedy groups are all equal"
+    if r.weights not in ("", "float32", "bfloat16", "int8"):
+        yield (
+            f"rollout.weights={r.weights!r}: must be 'float32', 'bfloat16' or 'int8', or '' for "
+            "policy.compute_dtype"
+        )
     yield from _impossible_objective(c)
     if c.fused_steps:
         periods = {
@@ -145,11 +179,16 @@ def impossible(c: "TrainConfig") -> Iterator[str]:
             "shuffle_rewards=True: permutes rewards on the host, and reward.tokens is not computed "
             "there; set reward.tokens to ''"
         )
+    if c.reward.turns:
+        yield from _impossible_turns(c)
     for key in ("b1", "b2"):
         if not 0 <= getattr(o, key) < 1:
             yield f"optimizer.{key}={getattr(o, key)}: must lie in [0, 1)"
-    if not 0 <= c.seed < 2**31:
-        yield f"seed={c.seed}: must lie in [0, 2**31)"
+    if not 0 <= o.final <= 1:
+        yield f"optimizer.final={o.final}: must lie in [0, 1]"
+    for key, seed in {"seed": c.seed, "data.seed": c.data.seed}.items():
+        if seed is not None and not 0 <= seed < 2**31:
+            yield f"{key}={seed}: must lie in [0, 2**31)"
     if c.data.tokenizer != "ascii":
         yield f"data.tokenizer={c.data.tokenizer!r}: must be 'ascii'"
     elif p.vocab_size < 128 + len(c.data.phrases):
@@ -168,6 +207,21 @@ def impossible(c: "TrainConfig") -> Iterator[str]:
             c.data.spec(task)
         except ValueError as error:
             yield f"data.tasks: {error}"
+
+
+def _impossible_turns(c: "TrainConfig") -> Iterator[str]:
+    given = f"reward.turns={c.reward.turns}"
+    method = METHODS.get(c.objective.method)
+    if method and (method.critic or not method.tokens):
+        able = ", ".join(name for name, m in METHODS.items() if m.tokens and not m.critic)
+        yield (
+            f"{given}: gives every turn an advantage of its own, and {c.objective.method!r} has no "
+            f"use for it; set it to 0, or take one of {able}"
+        )
+    if not c.rollout.tool:
+        yield f"{given}: without a tool a response is one turn; name rollout.tool, or set it to 0"
+    if c.shuffle_rewards:
+        yield f"{given}: shuffle_rewards permutes whole responses; set one of them to 0"
 
 
 def _impossible_objective(c: "TrainConfig") -> Iterator[str]:
@@ -244,6 +298,24 @@ def doubtful(c: "TrainConfig") -> Iterator[str]:
         yield (
             "objective.kl='k1': its expected gradient is 0, so that it holds the policy to "
             "nothing; k3 and k2 do"
+        )
+    for number, stage in enumerate(c.stages):
+        if stage.start >= c.steps:
+            yield (
+                f"stages[{number}].start={stage.start}: never begins, because the run has "
+                f"steps={c.steps}"
+            )
+    o, updates = c.optimizer, c.steps * c.updates.minibatches
+    decayed = max(o.warmup, 1) + o.decay
+    if o.decay and not o.final and decayed < updates:
+        yield (
+            f"optimizer.decay={o.decay}: after update {decayed} of {updates} the learning rate is "
+            "0 and nothing is learnt; raise it, or optimizer.final"
+        )
+    if c.policy.reduce_dtype != "float32" and c.mesh.shards == 1:
+        yield (
+            f"policy.reduce_dtype={c.policy.reduce_dtype!r}: a single data shard has no other to "
+            "add its gradients to, so nothing is rounded; raise mesh.fsdp or mesh.expert"
         )
     if c.updates.minibatches == 1:
         yield (

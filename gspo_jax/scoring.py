@@ -33,6 +33,7 @@ class UpdateConfig:
     minibatches: int = 4  # updates per rollout
     micro_batch: int = 8  # rows in one forward and backward pass, all data shards together
     group_size: int = 1  # responses, one after the other, that share a prompt
+    attempts: int = 1  # rollouts from which groups may come
     std_floor: float = 1e-4  # a group whose rewards deviate less is constant
     balance_coef: float = 1e-3  # of the load-balancing loss
     temperature: float = 1.0  # the sampler's
@@ -110,12 +111,12 @@ def score(
     packed = pack(rollout, config.minibatches, config.micro_batch, config.group_size)
     batches = Batches(packed, packed.sampler_logps, packed.experts, packed.prompt_experts)
     if config.mismatch.old_logps == "scored":
-        found = _score_all(policy, packed, config, config.replay == "R3")
+        found = score_all(policy, packed, config, config.replay == "R3")
         if config.replay == "R3":
             found = found._replace(experts=packed.experts, prompt_experts=packed.prompt_experts)
         batches = found
     if reference is not None:
-        logps = _score_all(reference, packed, config, False).old_logps
+        logps = score_all(reference, packed, config, False).old_logps
         batches = batches._replace(reference_logps=logps)
     if critic is not None:
         batches = batches._replace(values=_value_all(critic, packed))
@@ -160,7 +161,7 @@ def rows_of(packed: Any, number: Array) -> Any:
     return jax.tree.map(lambda x: x[number], packed)
 
 
-def _score_all(policy: Policy, packed: Packed, config: UpdateConfig, replay: bool) -> Batches:
+def score_all(policy: Policy, packed: Packed, config: UpdateConfig, replay: bool) -> Batches:
     """Log-probabilities and experts of all that is packed, the sampler's replayed or not."""
 
     def begin(batch):

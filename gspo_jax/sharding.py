@@ -13,6 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as Spec
+from jax.typing import DTypeLike
 
 AXES = ("fsdp", "expert", "tensor")
 DATA = ("fsdp", "expert")  # the axes that split a batch
@@ -140,6 +141,30 @@ def take_rows(rows: jax.Array, index: jax.Array) -> jax.Array:
     taken = jax.vmap(lambda r, i: r[i])(apart, where)
     shape = (*index.shape, *rows.shape[1:])
     return taken.reshape(shape, out_sharding=Spec(DATA, None, *spec[1:]))
+
+
+def gathered(weight: jax.Array, spec: Spec, dtype: DTypeLike, reduce_dtype: DTypeLike) -> jax.Array:
+    """The weight in `dtype`, gathered over the data axes that `spec` does not name.
+
+    Every device has a gradient of its own share of the batch for it. They are cast to
+    `reduce_dtype`, added up over those axes and cast back; where these are of size 1 there is
+    nothing to add up, and nothing is cast.
+    """
+    shape = jax.sharding.get_abstract_mesh().shape
+    axes = {axis for axis in DATA if axis not in spec}
+    if all(shape[axis] == 1 for axis in axes):
+        return reshard(weight.astype(dtype), spec)
+    split, own = jax.typeof(weight).sharding.spec, weight.dtype
+
+    @jax.custom_vjp
+    def gather(weight):
+        return reshard(weight.astype(dtype), Spec(*spec, reduced=axes))
+
+    def reduce(_, grads):
+        return (reshard(grads.astype(reduce_dtype), split).astype(own),)
+
+    gather.defvjp(lambda weight: (gather(weight), None), reduce)
+    return gather(weight)
 
 
 def replicate[T](tree: T) -> T:

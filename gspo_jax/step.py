@@ -25,12 +25,13 @@ from gspo_jax.model.moe import Load, balance_loss
 from gspo_jax.model.transformer import Policy, Routed
 from gspo_jax.objectives import divergence, per_response, unit
 from gspo_jax.overlong import shape
-from gspo_jax.packing import Packed, Spans, per_span, span_mask, unpack
+from gspo_jax.packing import SEGMENTS, Packed, Spans, per_span, span_mask, unpack
 from gspo_jax.prefix import Prefix, read_prompts
 from gspo_jax.rollout import Rollout
 from gspo_jax.scoring import Batches, UpdateConfig, by_layer, by_token, rows_of, score_rows
 from gspo_jax.sharding import DATA, replicate, take_rows
 from gspo_jax.train_state import TrainState, applied, apply_gradients, critic_optimizer
+from gspo_jax.turns import turn_advantages, turn_of
 
 
 class _Micro(NamedTuple):
@@ -42,18 +43,21 @@ class _Micro(NamedTuple):
     sampler_logps: Float[Array, "B C"]
     experts: Integer[Array, "B C Ls k"] | None
     reference_logps: Float[Array, "B C"] | None
-    advantages: Float[Array, "B n"]  # of responses
+    trained: Bool[Array, "B C"]  # tokens that the policy drew, of responses that take part
+    there: Bool[Array, "B n"]  # where there is such a response
+    advantages: Float[Array, "B n T"]  # of turns; one for all of a response if T is 1
     valued: Valued | None  # advantages of tokens, where there is a critic
     old_values: Float[Array, "B C"] | None
-    untrained: Bool[Array, "B n"]  # responses that take no part
 
     @property
-    def there(self) -> Bool[Array, "*lead B n"]:
-        """Where there is a response that takes part."""
-        return (self.spans.length > 0) & ~self.untrained
+    def signal(self) -> Bool[Array, ""]:
+        """Whether any advantage is not 0: without, there is nothing to learn."""
+        if self.valued is not None:
+            return ((self.valued.advantages != 0) & self.trained).any()
+        return ((self.advantages != 0) & self.there[..., None]).any()
 
 
-def _expert_change(new: Array, old: Array, valid: Array) -> tuple[Array, Array]:
+def expert_change(new: Array, old: Array, valid: Array) -> tuple[Array, Array]:
     """1 - |new ∩ old| / k, summed over valid tokens and sparse layers; and how many those are."""
     shared = (new[..., :, None] == old[..., None, :]).any(-1).mean(-1)  # [B, C, Ls]
     return weighted(1.0 - shared, jnp.broadcast_to(valid[..., None], shared.shape))
@@ -91,16 +95,16 @@ def loss(
         unpack(x, micro.spans)
         for x in (scored.logps, micro.old_logps, micro.sampler_logps, scored.entropy)
     )
-    advantages, untrained = (
-        x.reshape(-1, out_sharding=Spec(DATA)) for x in (micro.advantages, micro.untrained)
-    )
-    trained = span_mask(micro.spans, logps.shape[1]) & ~untrained[:, None]
-    own = advantages[:, None]
+    trained = unpack(micro.trained, micro.spans) & span_mask(micro.spans, logps.shape[1])
+    turns = micro.advantages.shape[-1]
+    own = advantages = micro.advantages.reshape(-1, turns, out_sharding=Spec(DATA))
+    if turns > 1:
+        own = jnp.take_along_axis(advantages, jnp.minimum(turn_of(trained), turns - 1), 1)
     if micro.valued is not None:
         own = unpack(micro.valued.advantages, micro.spans)
     surrogate = method.surrogate(logps, old_logps, trained, own, method.clip)
     weights, corrected = correction(
-        logps, old_logps, sampler_logps, trained, advantages, config.mismatch
+        logps, old_logps, sampler_logps, trained, advantages[:, 0], config.mismatch
     )
     objective = per_response(surrogate.terms * weights, trained, method.weighting)
     present, tokens = trained.any(-1), trained.sum(-1)
@@ -137,7 +141,7 @@ def loss(
         total = total + config.balance_coef * balance.sum() / weight[0]
         metrics.sums["balance"] = weighted(balance, present)
         if micro.experts is not None:
-            metrics.sums["expert_change"] = _expert_change(
+            metrics.sums["expert_change"] = expert_change(
                 by_token(policy, scored.routed.experts), micro.experts, micro.rows.segments > 0
             )
     return total, metrics
@@ -164,25 +168,23 @@ def critic_loss(
       weight: of the minibatch, its responses and its tokens.
     """
     values, routed = row_values(critic, prefix, prompt_mask, micro.rows)
-    goal = micro.valued
-    error, clipped = value_loss(
-        values, micro.old_values, goal.returns, goal.trained, config.critic.clip
-    )
+    goal, trained = micro.valued.returns, micro.trained
+    error, clipped = value_loss(values, micro.old_values, goal, trained, config.critic.clip)
     total = error.sum() / weight[1]
     if routed is not None:
         total = total + config.balance_coef * _balance(prefix, micro, routed).sum() / weight[0]
     return total, Metrics(
         sums={
-            "value_loss": weighted(error, goal.trained),
-            "value_clip": weighted(clipped, goal.trained),
-            "value": weighted(values, goal.trained),
+            "value_loss": weighted(error, trained),
+            "value_clip": weighted(clipped, trained),
+            "value": weighted(values, trained),
         }
     )
 
 
 def _weight(micros: _Micro, weighting: str) -> tuple[Array, Array]:
     """Of a minibatch, its responses and what its objective is divided by."""
-    responses, tokens = micros.there.sum(), (micros.spans.length * micros.there).sum()
+    responses, tokens = micros.there.sum(), micros.trained.sum()
     return unit(responses, tokens, "response"), unit(responses, tokens, weighting)
 
 
@@ -259,23 +261,25 @@ def critic_gradients(
 
 def micro_batches(
     batches: Batches,
-    advantages: Float[Array, " B"],
+    advantages: Float[Array, "B T"],
     rewards: Float[Array, " B"],
     untrained: Bool[Array, " B"],
     config: UpdateConfig,
 ) -> _Micro:
-    """[M, J, ...]: rows and spans, each with its response's advantage, or those of its tokens.
+    """[M, J, ...]: rows and spans, each with the advantages of its response or of its tokens.
 
     Args:
       untrained: responses that take no part in the loss, such as those without a reward.
     """
     packed, spans = batches.packed, batches.packed.spans
     advantages, rewards, untrained = (per_span(x, spans) for x in (advantages, rewards, untrained))
+    number = 1 + jnp.arange(SEGMENTS)[None, None, None, :, None]
+    trained = (packed.rows.segments[..., None, :] == number) & ~untrained[..., None]
+    if packed.drawn is not None:
+        trained &= packed.drawn[..., None, :]
     valued = None
     if batches.values is not None:
-        valued = value_rollout(
-            packed.rows, spans, batches.values, rewards, untrained, config.critic
-        )
+        valued = value_rollout(packed.rows, batches.values, rewards, trained, config.critic)
     return _Micro(
         packed.rows,
         spans,
@@ -283,11 +287,31 @@ def micro_batches(
         packed.sampler_logps,
         batches.experts,
         batches.reference_logps,
+        trained.any(-2),
+        trained.any(-1),
         advantages,
         valued,
         batches.values,
-        untrained,
     )
+
+
+def credit(rollout: Rollout, batches: Batches, config: UpdateConfig) -> tuple[_Micro, Metrics]:
+    """The micro-batches of a rollout with their advantages, [M, J, ...]; and metrics of these."""
+    rewards = shape(rollout.rewards, rollout.mask, config.overlong)
+    rewards, groups, standings = replicate((rewards, rollout.groups, rollout.standings))
+    count = config.attempts * rewards.shape[0]
+    grouping = groups, count, config.std_floor, config.method.scale
+    if standings is None:
+        advantages = group_advantages(rewards, *grouping)[:, None]
+    else:
+        advantages = turn_advantages(rewards, standings, *grouping)
+    constant = _constant_groups(advantages[:, 0], rewards, groups, count)
+    untrained = jnp.isnan(rollout.rewards)
+    if config.overlong.untrained:
+        untrained |= ~rollout.finished
+    spread = (reshard(x, Spec(DATA)) for x in (advantages, rewards))
+    micros = micro_batches(batches, *spread, untrained, config)
+    return micros, Metrics(sums={"group_constant": constant})
 
 
 def update(
@@ -306,16 +330,7 @@ def update(
     Args:
       batches: from `score` with the policy that sampled.
     """
-    rewards = shape(rollout.rewards, rollout.mask, config.overlong)
-    rewards, groups = replicate((rewards, rollout.groups))
-    advantages = group_advantages(
-        rewards, groups, rewards.shape[0], config.std_floor, config.method.scale
-    )
-    untrained = jnp.isnan(rollout.rewards)
-    if config.overlong.untrained:
-        untrained |= ~rollout.finished
-    spread = (reshard(x, Spec(DATA)) for x in (advantages, rewards))
-    micros = micro_batches(batches, *spread, untrained, config)
+    micros, credited = credit(rollout, batches, config)
     before = state.updates
 
     def one(state, minibatch):
@@ -328,10 +343,7 @@ def update(
                 "expert_change_last": number == config.minibatches - 1,
             }.items():
                 metrics.sums[name] = total * here, weight * here
-        signal = ((micros.advantages != 0) & micros.there).any()
-        if state.critic is not None:
-            signal = ((micros.valued.advantages != 0) & micros.valued.trained).any()
-        state, applied = apply_gradients(state, grads, optimizer, signal)
+        state, applied = apply_gradients(state, grads, optimizer, micros.signal)
         metrics = merge(metrics, applied)
         if state.critic is not None:
             state, valued = _update_critic(state, packed, micros, config)
@@ -341,10 +353,14 @@ def update(
     numbers = jnp.arange(config.minibatches)
     minibatches = numbers, batches.packed, micros, batches.prompt_experts
     state, stacked = jax.lax.scan(one, state, minibatches)
-    metrics = merge(reduce(stacked), _rollout_metrics(rollout, batches))
-    metrics.sums["group_constant"] = _constant_groups(advantages, rewards, groups)
+    metrics = merge(merge(reduce(stacked), credited), _rollout_metrics(rollout, batches, config))
+    metrics.sums["updates"] = weighted(state.updates)
     if batches.expert_counts is not None:
         metrics.sums |= _load_metrics(batches.expert_counts)
+    if config.replay:
+        held = jax.tree.leaves((rollout.experts, batches.experts, batches.prompt_experts))
+        mib = sum(x.size * x.dtype.itemsize for x in held) / 2**20  # of all devices together
+        metrics.sums["replay_mib"] = weighted(jnp.float32(mib))
     return state, metrics
 
 
@@ -353,7 +369,7 @@ def _update_critic(
 ) -> tuple[TrainState, Metrics]:
     grads, metrics = critic_gradients(state.critic, packed, micros, config)
     optimizer = critic_optimizer(config.critic)
-    wanted = micros.valued.trained.any()
+    wanted = micros.trained.any()
     critic, opt_state, norm, finite = applied(
         state.critic, state.critic_opt_state, grads, optimizer, wanted
     )
@@ -368,26 +384,24 @@ def fused_steps(
     steps: Int[Array, " n"],
     key: PRNGKeyArray,
     *,
-    sample: Callable[..., Rollout],
-    reward: Callable[..., Array],
+    judged: Callable[..., Rollout],
     score: Callable[..., Batches],
     update: Callable[..., tuple[TrainState, Metrics]],
 ) -> tuple[TrainState, Metrics]:
-    """n whole steps, for one program: sample, reward, score and update are those of two phases.
+    """n whole steps, for one program: what they are made of are the functions of two phases.
 
     Args:
-      prompts, answers: what `sample` and `reward` take of each step, stacked [n, ...].
+      prompts, answers: of each step, stacked [n, ...].
       steps: their numbers.
       key: of the run.
+      judged: samples and rewards, see refill.py.
 
     Returns:
       The state after them, and their metrics, stacked [n].
     """
 
     def one(state, inputs):
-        prompts, answers, number = inputs
-        rollout = sample(state.policy, *prompts, jax.random.fold_in(key, number))
-        rollout = rollout._replace(rewards=reward(rollout, answers, number))
+        rollout = judged(state.policy, *inputs, key)
         return update(state, rollout, score(state.policy, rollout, state.reference, state.critic))
 
     return jax.lax.scan(one, state, (prompts, answers, steps))
@@ -402,14 +416,20 @@ def _load_metrics(counts: Float[Array, "Ls E"]) -> dict[str, Any]:
     }
 
 
-def _constant_groups(advantages: Array, rewards: Array, groups: Array) -> tuple[Array, Array]:
+def _constant_groups(
+    advantages: Array, rewards: Array, groups: Array, count: int
+) -> tuple[Array, Array]:
     """Groups with rewards but without signal, and groups with rewards."""
     signal = jnp.where(jnp.isnan(rewards), -1.0, jnp.abs(advantages))
-    signal = jax.ops.segment_max(signal, groups, groups.shape[0])
+    signal = jax.ops.segment_max(signal, groups, count)
     return weighted(signal == 0, signal >= 0)
 
 
-def _rollout_metrics(rollout: Rollout, batches: Batches) -> Metrics:
+def _share(part: Array, whole: Array) -> tuple[Array, Array]:
+    return part.astype(jnp.float32), whole.astype(jnp.float32)
+
+
+def _rollout_metrics(rollout: Rollout, batches: Batches, config: UpdateConfig) -> Metrics:
     """What is known of a rollout before its updates."""
     present = ~jnp.isnan(rollout.rewards)
     rewards = jnp.where(present, rollout.rewards, 0.0)
@@ -418,6 +438,18 @@ def _rollout_metrics(rollout: Rollout, batches: Batches) -> Metrics:
     tokens = packed.rows.segments > 0
     gap = jnp.abs(jnp.where(tokens, packed.sampler_logps - batches.old_logps, 0.0))
     visited = packed.used.sum() * math.prod(tokens.shape[2:])
+    more, tokens_sampled = {}, lengths.sum()
+    if rollout.drawn is not None:
+        turns = jnp.where(rollout.drawn, turn_of(rollout.drawn) + 1, 0).max(-1)
+        more = {"turns": weighted(turns), "tool_tokens": weighted(~rollout.drawn, rollout.mask)}
+    if rollout.discarded is not None:
+        gone, groups = rollout.discarded, lengths.shape[0] // config.group_size
+        tokens_sampled += gone.tokens
+        more |= {
+            "attempts": weighted(gone.attempts),
+            "groups_discarded": _share(gone.groups, gone.groups + groups),
+            "reward_sampled": _share(rewards.sum() + gone.rewards, present.sum() + gone.judged),
+        }
     return Metrics(
         sums={
             "reward": weighted(rewards, present),
@@ -425,11 +457,9 @@ def _rollout_metrics(rollout: Rollout, batches: Batches) -> Metrics:
             "response_length": weighted(lengths),
             "truncated": weighted(~rollout.finished),
             "sampler_gap": weighted(gap, tokens),
-            "row_use": (tokens.sum().astype(jnp.float32), visited.astype(jnp.float32)),
-            "slot_use": (
-                lengths.sum().astype(jnp.float32),
-                rollout.slot_steps.astype(jnp.float32),
-            ),
-        },
+            "row_use": _share(tokens.sum(), visited),
+            "slot_use": _share(tokens_sampled, rollout.slot_steps),
+        }
+        | more,
         maxs={"sampler_gap": highest(gap, tokens)},
     )

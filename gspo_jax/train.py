@@ -8,6 +8,7 @@ a finished one does nothing.
 """
 
 import contextlib
+import dataclasses
 import functools
 import importlib.metadata
 import math
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from absl import flags
 from tqdm import tqdm
 
@@ -34,7 +36,7 @@ from gspo_jax.program import Clock
 from gspo_jax.reward import TextReward, open_judge
 from gspo_jax.rewards.pool import RewardFailed
 from gspo_jax.sharding import make_mesh, somewhere
-from gspo_jax.train_state import beginning, make_optimizer
+from gspo_jax.train_state import beginning, learning_rate, make_optimizer
 from gspo_jax.workdir import claim, read_json, room, what_is_saved, write_json
 
 # What may change when a run is continued: the rest would make it another run.
@@ -88,7 +90,9 @@ def train(config: TrainConfig, workdir: Path) -> dict[str, Any]:
         done = checkpoints.latest()
         begun = done is not None
         # Until there is something to go on with, the config may change.
-        fingerprint = _same_run(config, workdir) if begun or summary else None
+        fingerprint = None
+        if begun or summary:
+            fingerprint = _same_run(config, workdir, checkpoints.begun() if begun else config.steps)
         if summary and summary["steps"] == config.steps:
             processes.say(f"{workdir} is finished: nothing to do")
             return summary
@@ -110,25 +114,22 @@ def train(config: TrainConfig, workdir: Path) -> dict[str, Any]:
         described = {"config": to_dict(config), "data": sources.fingerprint}
         write_json(workdir / "config.json", described)
 
-        # ---- The phases, compiled once each ------------------------------------------------
-        optimizer = make_optimizer(config.optimizer)
+        # ---- What all stages have in common ------------------------------------------------
         judge = stack.enter_context(open_judge(config))
         evaluator = Evaluator(config, sources, mesh, judge)
         text = TextReward(judge, config, sources, workdir)
-        kind = Fused if config.fused_steps else TwoPhase
-        phases = kind(config, sources, mesh, optimizer, text, checkpoints)
 
         # ---- The state: restored, or begun with a cold start -------------------------------
-        begin = beginning(config.for_step, optimizer)
+        begin = beginning(config.for_step, make_optimizer(config.optimizer))
         if begun:
             target = jax.eval_shape(lambda: begin(init_policy(config.policy, config.seed)))
             state, meta, step = checkpoints.restore_state(target)
             elapsed = meta["seconds"]
             processes.say(f"going on with {workdir} after step {step}")
-            if step % phases.steps:
+            if step % max(config.fused_steps, 1):
                 raise ValueError(
-                    f"fused_steps={phases.steps}: {workdir} is after step {step}, which is no "
-                    "multiple of it; give a divisor of that"
+                    f"fused_steps={config.fused_steps}: {workdir} is after step {step}, which is "
+                    "no multiple of it; give a divisor of that"
                 )
         else:
             state = jax.jit(begin)(first_policy(config, sources, mesh))
@@ -141,6 +142,7 @@ def train(config: TrainConfig, workdir: Path) -> dict[str, Any]:
         # ---- The loop ----------------------------------------------------------------------
         report = stack.enter_context(_Report(config, workdir, step))
         stop = stack.enter_context(cli.StopRequest())
+        stage = phases = None
         while True:
             stopping = somewhere(bool(stop.signal))
             checkpoints.check()
@@ -162,6 +164,13 @@ def train(config: TrainConfig, workdir: Path) -> dict[str, Any]:
                 clock = Clock()
             if step == config.steps:
                 break
+            # Other prompts compile nothing: `sources` has those of every stage.
+            now = dataclasses.replace(config.at(step), data=config.data)
+            if now != stage:
+                report.flush()  # its time is without the compilation that follows
+                stage, optimizer = now, make_optimizer(now.optimizer)
+                kind = Fused if config.fused_steps else TwoPhase
+                phases = kind(stage, sources, mesh, optimizer, text, checkpoints)
             dispatched = time.perf_counter()
             try:
                 state, metrics = phases(state, step, clock)
@@ -266,6 +275,10 @@ class _Report:
         for name, phase in {"rollout_": "rollout", "update_": "update", "": "step"}.items():
             if phase in seconds:  # a saved rollout took no time
                 values[f"{name}tokens_per_s"] = tokens / seconds[phase]
+        now, updates = self._config.at(step), max(values["updates"], 1)
+        values["learning_rate"] = learning_rate(now.optimizer, updates - 1, np)
+        if self._config.stages:
+            values["stage"] = sum(stage.start <= step for stage in self._config.stages)
         self._writer.write(step, values | clock.values())
         self._bar.update()
         # Where every reward is missing, these have no value.
@@ -281,14 +294,26 @@ def _done(metrics: Metrics) -> bool:
     return all(x.is_ready() for x in jax.tree.leaves(metrics))
 
 
-def _same_run(config: TrainConfig, workdir: Path) -> str:
-    """The fingerprint of the data of the run in `workdir`; ValueError if its config is another."""
+def _same_run(config: TrainConfig, workdir: Path, begun: int) -> str:
+    """The fingerprint of the data of the run in `workdir`; ValueError if its config is another.
+
+    Stages that are ahead may change: the fingerprint is without their parts.
+
+    Args:
+      begun: how many of its steps have begun.
+    """
     path = workdir / "config.json"
     described = read_json(path)
     if described is None:
         raise ValueError(f"{path} is missing, though there are checkpoints; restore it")
-    changed = differences(described["config"], to_dict(config))
-    forbidden = [line for line in changed if not line.startswith(CHANGEABLE)]
+
+    def so_far(values: dict[str, Any]) -> dict[str, Any]:
+        return values | {"stages": [s for s in values["stages"] if s["start"] < begun]}
+
+    old, new = described["config"], to_dict(config)
+    changed = differences(old, new)
+    forbidden = differences(so_far(old), so_far(new))
+    forbidden = [line for line in forbidden if not line.startswith(CHANGEABLE)]
     if forbidden:
         raise ValueError(
             f"{workdir} holds a run with another config:\n"
@@ -297,7 +322,9 @@ def _same_run(config: TrainConfig, workdir: Path) -> str:
         )
     for line in changed:
         processes.say(f"changed since the run was last started: {line}")
-    return described["data"]
+    parts = described["data"].split("-")
+    ahead = len(old["stages"]) - len(so_far(old)["stages"])
+    return "-".join(parts[: len(parts) - ahead])
 
 
 def _evaluates(config: TrainConfig, step: int) -> bool:

@@ -18,10 +18,12 @@ from gspo_jax.scoring import UpdateConfig
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with a linear warm-up to a constant learning rate."""
+    """AdamW with a learning rate that rises linearly, then stays or falls along half a cosine."""
 
     learning_rate: float
     warmup: int = 0  # updates
+    decay: int = 0  # updates after those; 0: it stays
+    final: float = 0.1  # the part of it that is left after the decay
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-8
@@ -40,19 +42,33 @@ class TrainState(NamedTuple):
     critic_opt_state: optax.OptState | None = None
 
 
-def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """The optimizer. The first update has learning rate 1/warmup, not 0: it must move."""
-    c = config
+def learning_rate(config: OptimizerConfig, count: Any, xp: Any = jnp) -> Any:
+    """That of the update before which there were `count`.
 
-    def schedule(count):
-        return c.learning_rate * jnp.minimum(1.0, (count + 1) / max(c.warmup, 1))
+    The first has 1/warmup of the config's, not 0: it must move. The last of the warm-up has all.
+
+    Args:
+      count: an integer, traced or not.
+      xp: jax.numpy, or numpy for the host.
+    """
+    c, warmup = config, max(config.warmup, 1)
+    rate = c.learning_rate * xp.minimum(1.0, (count + 1) / warmup)
+    if c.decay:
+        fallen = xp.clip((count + 1 - warmup) / c.decay, 0.0, 1.0)
+        rate *= c.final + (1 - c.final) * (1 + xp.cos(xp.pi * fallen)) / 2
+    return rate
+
+
+def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+    """The optimizer. Its state has the same structure, and counts on, at every learning rate."""
+    c, rate = config, functools.partial(learning_rate, config)
 
     def decays(policy):
         return jax.tree_util.tree_map_with_path(lambda path, _: "norm" not in str(path), policy)
 
     return optax.chain(
         optax.clip_by_global_norm(c.max_grad_norm),
-        optax.adamw(schedule, c.b1, c.b2, c.eps, weight_decay=c.weight_decay, mask=decays),
+        optax.adamw(rate, c.b1, c.b2, c.eps, weight_decay=c.weight_decay, mask=decays),
     )
 
 

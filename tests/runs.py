@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 import gspo_jax.cold_start
+import gspo_jax.diagnose
 import gspo_jax.evaluate
 import gspo_jax.phases
 import gspo_jax.train
@@ -97,9 +98,10 @@ def _initializer(config: Any, seed: int, mesh: jax.sharding.Mesh) -> Callable[[]
 def cheap_runs() -> Iterator[None]:
     """Runs share their programs and draw no curves."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (gspo_jax.phases, gspo_jax.evaluate, gspo_jax.cold_start):
+        own = gspo_jax.evaluate, gspo_jax.diagnose, gspo_jax.cold_start
+        for module in (gspo_jax.phases, *own):
             patch.setattr(module, "Program", Shared)
-        for module in (gspo_jax.train, gspo_jax.evaluate, gspo_jax.cold_start):
+        for module in (gspo_jax.train, *own):
             patch.setattr(module, "make_optimizer", OPTIMIZER)  # equal configs, equal functions
         patch.setattr(
             gspo_jax.cold_start,
@@ -110,6 +112,19 @@ def cheap_runs() -> Iterator[None]:
         patch.setattr(gspo_jax.train, "plot_curves", lambda workdir: None)
         yield
     Shared._programs.clear()
+
+
+def record_prompts(patch: pytest.MonkeyPatch, asked: list[Any], stop_at: int | None = None) -> None:
+    """Notes every prompt of a training step; dies when step number `stop_at` asks for its."""
+    lay = gspo_jax.phases.lay_prompts
+
+    def noting(prompts: Any, *args: Any) -> Any:
+        if stop_at is not None and prompts[0].index == 8 * stop_at:
+            raise Killed
+        asked.extend(prompts)
+        return lay(prompts, *args)
+
+    patch.setattr(gspo_jax.phases, "lay_prompts", noting)
 
 
 def saved_state(workdir: Path, config: TrainConfig, step: int | None = None) -> tuple[Any, int]:

@@ -38,7 +38,22 @@ def orphaned(argument):
     time.sleep(1000)
 
 
+def alarmed(seconds):
+    """1 if an alarm ends it; what it catches it takes for a wrong answer, as verifiers do."""
+
+    def ring(*_):
+        raise TimeoutError
+
+    try:
+        signal.signal(signal.SIGALRM, ring)
+        signal.setitimer(signal.ITIMER_REAL, float(seconds))
+        time.sleep(1000)
+    except Exception as error:
+        return isinstance(error, TimeoutError)
+
+
 ACTIONS = {
+    "alarm": alarmed,
     "exit": lambda code: sys.exit(int(code)),
     "die": lambda _: os.kill(os.getpid(), signal.SIGKILL),
     "orphan": orphaned,

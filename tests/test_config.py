@@ -1,6 +1,7 @@
 """Configs: every file type-checks its whole step, and whatever is wrong is said before it runs."""
 
 import functools
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as Spec
+from ml_collections import ConfigDict
 
 from gspo_jax.cold_start import supervised_step
 from gspo_jax.config import differences, from_config_dict, load, to_dict
@@ -106,6 +108,8 @@ def refusal(*overrides):
         ("updates.minibatches=0", "at least 1"),
         ("updates.micro_batch=-1", "at least 1"),
         ("evaluation.samples=0", "at least 1"),
+        ("rollout.attempts=0", "at least 1"),
+        ("reward.turns=-1", "not be negative"),
         ("checkpoint.every=0", "at least 1"),
         ("checkpoint.keep=0", "at least 1"),
         ("data.train=0", "at least 1"),
@@ -140,6 +144,8 @@ def refusal(*overrides):
         ("policy.dense_width=33 policy.num_experts=0 mesh.tensor=2", "multiple of mesh.tensor"),
         ("policy.dense_layers=(0,1)", "layers are 0 to 0"),
         ("policy.compute_dtype='float16'", "'float32' or 'bfloat16'"),
+        ("policy.reduce_dtype='float16'", "'float32' or 'bfloat16'"),
+        ("rollout.weights='int4'", "'float32', 'bfloat16' or 'int8', or '' for"),
         ("policy.grouped_matmul='dense'", "'auto', 'ragged' or 'padded'"),
         ("policy.unroll=0", "at least 1"),
         ("rollout.prompts=7", "updates.minibatches * mesh.fsdp * mesh.expert = 2; 6 or 8"),
@@ -167,6 +173,9 @@ def refusal(*overrides):
         ("optimizer.b1=1.0", "[0, 1)"),
         ("optimizer.b2=-0.1", "[0, 1)"),
         ("seed=-1", "[0, 2**31)"),
+        ("data.seed=-1", "[0, 2**31)"),
+        ("optimizer.decay=-1", "not be negative"),
+        ("optimizer.final=1.5", "[0, 1]"),
         ("data.tokenizer='bpe'", "'ascii'"),
         ("policy.vocab_size=64", "raise it"),
         ("data.phrases=('a','a')", "distinct"),
@@ -243,20 +252,93 @@ def test_several_problems_are_reported_at_once(overrides, keys):
         ("objective.method=gmpo objective.dual_clip=3.0", "has no use for it; set it to 0"),
         ("objective.method=ppo objective.mismatch.off_policy=0.1", "has those of tokens; set it"),
         ("objective.method=sapo", "clips nothing; set both to None"),
+        ("reward.turns=2 rollout.tool=a:b", "take one of gspo_token, turn_level"),
+        ("reward.turns=2 objective.method=grpo", "name rollout.tool, or set it to 0"),
+        (
+            "reward.turns=2 rollout.tool=a:b objective.method=grpo shuffle_rewards=True",
+            "permutes whole responses",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(overrides, message):
     (line,) = refusal(*(f"--config.{x}" for x in overrides.split()))
-    assert line.strip().startswith("objective.") and message in line
+    assert line.strip().startswith(("objective.", "reward.")) and message in line
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        (
+            "{'start': 0, 'data_seed': 1}",
+            "stages[0].start=0: must be above 0; stages come",
+        ),
+        (
+            "{'start': 2, 'data_seed': 1}, {'start': 2, 'data_seed': 2}",
+            "stages[1].start=2: must",
+        ),
+        ("{'start': 2, 'temperature': 1.0}", "stages[0].start=2: changes nothing; remove it"),
+        (
+            "{'start': 3, 'data_seed': 1}",
+            "stages[0].start=3: must be a multiple of fused_steps",
+        ),
+        ("{'start': 2, 'temperature': 0.0}", "stages[0]: rollout.temperature=0.0: must be above 0"),
+        (
+            "{'start': 2, 'response_length': 50}",
+            "stages[0]: rollout.prompt_length=20: with",
+        ),
+        (
+            "{'start': 2, 'response_length': 0}",
+            "stages[0]: rollout.response_length=0: must be",
+        ),
+        (
+            "{'start': 2, 'learning_rate': -1.0}",
+            "stages[0]: optimizer.learning_rate=-1.0: must",
+        ),
+        ("{'start': 2, 'data_seed': -1}", "stages[0]: data.seed=-1: must lie in"),
+        ("{'start': 2, 'tasks': {}}", "stages[0]: data.tasks={}: name at least one"),
+        (
+            "{'start': 2, 'tasks': {'gcd': {'min_x': 2}}}",
+            "stages[0]: data.tasks: task gcd: par",
+        ),
+        ("{'start': 2, 'tasks': 3}", "stages[0].tasks=3: is int, must be collections.abc.Mapping"),
+        ("{'start': '2'}", "stages[0].start='2': is str, must be int"),
+        (
+            "{'start': 2, 'temprature': 1}",
+            "stages[0].temprature=1: unknown key; did you",
+        ),
+        ("{'data_seed': 2}", "stages[0].start: missing; add it (int)"),
+        ("3", "stages[0]=3: a section of keys is wanted"),
+    ],
+)
+def test_stages_that_cannot_work_are_refused(stages, message):
+    (line,) = refusal("--config.fused_steps=2", f"--config.stages=({stages},)")
+    assert line.strip().startswith(message)
+
+
+def test_what_is_wrong_from_the_beginning_is_not_said_of_every_stage():
+    stage = "--config.stages=({'start': 2, 'data_seed': 1},)"
+    (line,) = refusal("--config.optimizer.final=2.0", stage)
+    assert line.strip().startswith("optimizer.final=2.0")
+
+
+def test_stages_come_from_a_file_and_survive_json():
+    stages = {"start": 2, "tasks": {"gcd": {"max_value": 9}}}, {"start": 3, "temperature": 0.5}
+    values = ConfigDict(to_dict(load(TINY)) | {"stages": stages})
+    config = from_config_dict(values)
+    assert config.at(3).data.tasks == {"gcd": {"max_value": 9}}
+    assert from_config_dict(json.loads(json.dumps(to_dict(config)))) == config
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("stages=({'start':4,'data_seed':1},)", "start=4: never begins, because .* steps=4"),
         ("objective.clip_low=0.2", "objective.clip_low=0.2: .* the paper uses 3e-4 and 4e-4"),
         ("objective.clip_high=0.01", "objective.clip_high=0.01: .* the paper uses 3e-4 and 4e-4"),
         ("updates.minibatches=1", "updates.minibatches=1: .* the paper uses 4"),
+        ("optimizer={'learning_rate':1.0,'decay':6,'final':0.0}", "update 7 of 8 .* raise it, or"),
         ("objective.kl_coef=0.1", "objective.kl_coef=0.1: .* the paper gives GSPO none"),
+        ("policy.reduce_dtype=bfloat16", "policy.reduce_dtype='bfloat16': a single data shard"),
     ],
 )
 def test_what_is_probably_a_mistake_warns(override, message):

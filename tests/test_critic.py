@@ -148,8 +148,14 @@ def micro_batches(batches, advantages, rewards, config):
 ROWS = np.array([[1, 1, 1, 2, 2, 3, 0, 0], [1, 2, 2, 2, 2, 3, 3, 3], [0] * 8], np.int32)
 
 
-def gae_of(rewards: np.ndarray, values: np.ndarray, discount: float, trace: float) -> np.ndarray:
-    return np.array(gae(*map(jnp.array, (rewards, values, ROWS)), discount, trace))
+def gae_of(
+    rewards: np.ndarray,
+    values: np.ndarray,
+    discount: float,
+    trace: float,
+    trained: np.ndarray = ROWS > 0,
+) -> np.ndarray:
+    return np.array(gae(*map(jnp.array, (rewards, values, trained, ROWS)), discount, trace))
 
 
 def rows_of_tokens(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -200,19 +206,34 @@ def test_nothing_leaks_between_segments(number):
     assert not np.array_equal(found, other)
 
 
+def test_gae_passes_over_what_a_tool_wrote():
+    """Advantages of the other tokens are those of a response without it."""
+    values = np.float32(np.random.default_rng(2).normal(size=ROWS.shape))
+    trained = (ROWS > 0) & (np.arange(ROWS.shape[1])[None] % 3 != 1)
+    rewards, wanted = np.zeros_like(values), np.zeros_like(values)
+    for row, at in each_segment():
+        places = at.start + np.flatnonzero(trained[row, at])
+        rewards[row, places[-1:]] = row + 1
+        alone = advantages_of(row + 1, np.float64(values[row, places]), 0.9, 0.7)
+        wanted[row, places] = alone
+    found = gae_of(rewards, values, 0.9, 0.7, trained)
+    np.testing.assert_allclose(found[trained], wanted[trained], rtol=0, atol=1e-6)
+
+
 def valuation(critic: CriticConfig, values: np.ndarray, rewards: np.ndarray) -> Expected:
     """What a packed rollout makes of values [B, R], NaN at all padding."""
     config = dataclasses.replace(CONFIG, critic=critic)
     batches = packing(place(ragged()), CONFIG)
     batches = batches._replace(values=repacked(values, batches))
-    valued = micro_batches(
-        batches, put(np.zeros(B, np.float32)), put(np.float32(rewards)), config
-    ).valued
+    micros = micro_batches(
+        batches, put(np.zeros((B, 1), np.float32)), put(np.float32(rewards)), config
+    )
+    valued = micros.valued
     assert np.array(batches.packed.spans.length > 0).sum(-1).max() > 1
-    trained = unpacked(valued.trained, batches)
-    assert np.array(valued.trained).sum() == trained.sum()  # none at padding
+    trained = unpacked(micros.trained, batches)
+    assert np.array(micros.trained).sum() == trained.sum()  # none at padding
     assert np.isfinite(np.array(valued.advantages)).all()
-    assert not np.array(valued.advantages)[~np.array(valued.trained)].any()
+    assert not np.array(valued.advantages)[~np.array(micros.trained)].any()
     return Expected(
         unpacked(valued.advantages, batches), unpacked(valued.returns, batches), trained
     )
@@ -376,7 +397,13 @@ def outcome(name: str) -> Outcome:
         return Outcome(resolve(exact), resolve(other), grads, values)
 
 
-@pytest.mark.parametrize("name", [*CUTS, *OTHER])
+def sometimes(names: list[str]) -> list[Any]:
+    """Parameters, some of them for `make test-slow`."""
+    slow = {"fsdp 8, pads", *OTHER}
+    return [pytest.param(n, marks=pytest.mark.slow) if n in slow else n for n in names]
+
+
+@pytest.mark.parametrize("name", sometimes([*CUTS, *OTHER]))
 def test_learning_rate_zero_is_exact(name):
     """Not a bit between the values of scoring and those of training, in any minibatch."""
     exact = outcome(name).exact
@@ -388,7 +415,7 @@ def test_learning_rate_zero_is_exact(name):
         assert exact["clip_tokens"] == 0 and exact["objective"] != 0
 
 
-@pytest.mark.parametrize("name", list(CUTS)[1:])
+@pytest.mark.parametrize("name", sometimes(list(CUTS)[1:]))
 def test_the_gradient_does_not_depend_on_the_cut(name):
     """Micro-batch size, mesh, pads; and with it values and metrics."""
     found, wanted = outcome(name), outcome("one device")
@@ -564,7 +591,7 @@ def test_the_value_loss_of_a_fixed_rollout_decreases(setting):
 @functools.partial(jax.jit, static_argnames="config")
 def gradients(policy, batches, advantages, rewards, config):
     """Of the policy on the first minibatch."""
-    micros = step.micro_batches(batches, advantages, rewards, jnp.isnan(rewards), config)
+    micros = step.micro_batches(batches, advantages[:, None], rewards, jnp.isnan(rewards), config)
     first = jax.tree.map(lambda x: x[0], (batches.packed, micros))
     return step.minibatch_gradients(policy, *first, None, config)
 

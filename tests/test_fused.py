@@ -1,5 +1,6 @@
 """The fused step: one program, and the same numbers as the two phases."""
 
+import dataclasses
 import functools
 import re
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import gspo_jax.phases
 from gspo_jax.config import load
 from gspo_jax.metrics import Metrics, read_metrics, resolve_stacked
 from gspo_jax.program import Program
+from gspo_jax.refill import judged_rollout
 from gspo_jax.rollout import Rollout, SamplingConfig, sample
 from gspo_jax.scoring import UpdateConfig, score
 from gspo_jax.sharding import DATA, data_shards, make_mesh, round_robin, to_devices, to_host
@@ -36,10 +38,11 @@ class Both(NamedTuple):
     rollouts: list[Rollout]
 
 
-def reward(rollout: Rollout, answers: Any, step: Any) -> jax.Array:
+def reward(rollout: Rollout, answers: Any, step: Any) -> Rollout:
     """A number that depends on every token."""
     weights = jnp.arange(1.0, R + 1)[None]
-    return jnp.sin(jnp.where(rollout.mask, rollout.responses * weights, 0.0).sum(1))
+    rewards = jnp.sin(jnp.where(rollout.mask, rollout.responses * weights, 0.0).sum(1))
+    return rollout._replace(rewards=rewards)
 
 
 def first_gradients(policy: Any = None) -> optax.GradientTransformation:
@@ -66,13 +69,21 @@ def inputs() -> Any:
     return to_devices(arrays, mesh, Spec(None, DATA))
 
 
-def functions(optimizer: optax.GradientTransformation) -> dict[str, Any]:
+def functions(optimizer: optax.GradientTransformation, weights: str = "") -> dict[str, Any]:
     return {
-        "sample": functools.partial(sample, config=SAMPLING),
+        "sample": functools.partial(sample, config=dataclasses.replace(SAMPLING, weights=weights)),
         "reward": reward,
         "score": functools.partial(score, config=UPDATE),
         "update": functools.partial(update, config=UPDATE, optimizer=optimizer),
     }
+
+
+def one_program(optimizer: optax.GradientTransformation, weights: str = "") -> dict[str, Any]:
+    """What fused_steps is made of."""
+    parts = functions(optimizer, weights)
+    names = ("sample", "reward")
+    judged = functools.partial(judged_rollout, **{name: parts.pop(name) for name in names})
+    return parts | {"judged": judged}
 
 
 def watched(update: Any) -> Any:
@@ -90,7 +101,7 @@ def watched(update: Any) -> Any:
 def fused(shape: tuple[int, int, int]) -> Both:
     """Both steps in one dispatch."""
     optimizer = first_gradients()
-    parts = functions(optimizer)
+    parts = one_program(optimizer)
     parts["update"] = watched(parts["update"])
     with jax.set_mesh(make_mesh(*shape)):
         state = jax.jit(functools.partial(init_state, optimizer=optimizer))(tiny_policy())
@@ -113,7 +124,7 @@ def two_phases(shape: tuple[int, int, int]) -> Both:
         for step in range(STEPS):
             key = jax.random.fold_in(jax.random.key(0), step)
             rollout = programs["sample"](state.policy, *(x[step] for x in prompts), key)
-            rollout = rollout._replace(rewards=programs["reward"](rollout, None, step))
+            rollout = programs["reward"](rollout, None, step)
             batches = programs["score"](state.policy, rollout)
             state, metrics = programs["update"](state, rollout, batches)
             found += resolve_stacked(jax.tree.map(lambda x: x[None], metrics))
@@ -154,12 +165,26 @@ def test_the_second_step_continues_from_the_first(shape):
     assert one.state.updates == two.state.updates == STEPS * UPDATE.minibatches
 
 
-def test_old_log_probabilities_are_exact_in_one_program_too():
-    """Item 1: scoring and training do not differ by a bit where both are in one program."""
+@pytest.mark.parametrize(
+    ("compute", "weights"),
+    [
+        ("float32", ""),
+        pytest.param("float32", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("float32", "int8", marks=pytest.mark.slow),
+        pytest.param("bfloat16", "", marks=pytest.mark.slow),
+        pytest.param("bfloat16", "float32", marks=pytest.mark.slow),
+        pytest.param("bfloat16", "int8", marks=pytest.mark.slow),
+    ],
+)
+def test_old_log_probabilities_are_exact_in_one_program_too(compute, weights):
+    """Item 1: scoring and training do not differ by a bit where both are in one program, whatever
+    they compute in and whatever sampled."""
     with jax.set_mesh(make_mesh()):
         optimizer = make_optimizer(OptimizerConfig(learning_rate=0.0))
-        state = jax.jit(functools.partial(init_state, optimizer=optimizer))(tiny_policy())
-        program = Program(functools.partial(fused_steps, **functions(optimizer)), donate=(0,))
+        begin = jax.jit(functools.partial(init_state, optimizer=optimizer))
+        state = begin(tiny_policy(compute_dtype=compute))
+        parts = one_program(optimizer, weights)
+        program = Program(functools.partial(fused_steps, **parts), donate=(0,))
         steps = np.arange(STEPS, dtype=np.int32)
         _, metrics = program(state, inputs(), None, steps, jax.random.key(0))
     for values in resolve_stacked(metrics):

@@ -18,9 +18,9 @@ B, S, D, F, E = 8, 5, 4, 6, 8
 SPECS = {
     "x": Spec(DATA),
     "router": Spec(None, None),
-    "gate": Spec("expert", "fsdp", "tensor"),
-    "up": Spec("expert", "fsdp", "tensor"),
-    "down": Spec("expert", "tensor", "fsdp"),
+    "gate": Spec("expert", None, "tensor"),
+    "up": Spec("expert", None, "tensor"),
+    "down": Spec("expert", "tensor", None),
 }
 rng = np.random.default_rng(0)
 VALID = rng.random((B, S)) < 0.7

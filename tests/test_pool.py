@@ -73,7 +73,9 @@ def test_a_response_that_hangs_or_kills_its_process_costs_its_own_reward(judge, 
     faults = {3: f"forever {lock}", 4: "exit 3", 10: "die", 11: "orphan", 17: "nan"}
     texts = [faults.get(i, str(i)) for i in range(20)]
     with caplog.at_level(python_logging.WARNING, logger="absl"):
-        found = submit(judge, texts).result()
+        pending = submit(judge, texts)
+        eventually(lambda: pending.done)
+    found = pending.result()
     expected = [np.nan if i in faults else i for i in range(20)]
     np.testing.assert_array_equal(found, np.array(expected, np.float32))
     assert is_free(lock)  # the child of the worker is dead as well
@@ -86,6 +88,11 @@ def test_a_response_that_hangs_or_kills_its_process_costs_its_own_reward(judge, 
         "1 None or NaN",
     ):
         assert why in message
+
+
+def test_item_25_a_function_may_end_itself_by_an_alarm(judge):
+    """It is called in the main thread of its process, the only one that alarms reach."""
+    np.testing.assert_array_equal(submit(judge, ["alarm 0.1"]).result(), [1])
 
 
 def test_what_the_function_logs_about_a_missing_reward_is_told(judge, caplog):

@@ -362,7 +362,7 @@ def test_item_27_drawing_at_a_temperature():
     logits = jnp.float32(np.random.default_rng(0).normal(size=(1, 1, 8)) * 2).repeat(20000, 1)
     config = dataclasses.replace(CONFIG, temperature=0.5)
     ids = jnp.arange(20000)[None]
-    token, logp = draw(logits, jax.random.key(0), ids, jnp.zeros_like(ids), config)
+    token, logp, *_ = draw(logits, jax.random.key(0), ids, jnp.zeros_like(ids), config)
     expected = np.array(jax.nn.log_softmax(logits[0, 0] / 0.5))
     np.testing.assert_allclose(logp[0], expected[np.array(token[0])], rtol=0, atol=1e-5)
     counts = np.bincount(np.array(token[0]), minlength=8)
@@ -404,7 +404,7 @@ def test_item_28_a_restricted_draw_is_renormalised():
     config = dataclasses.replace(CONFIG, top_k=3, top_p=0.7)  # 0.4 and 0.25 of 0.85
     logits = jnp.float32(np.log(PROBS))[None, None].repeat(10000, 1)
     ids = jnp.arange(10000)[None]
-    token, logp = draw(logits, jax.random.key(0), ids, jnp.zeros_like(ids), config)
+    token, logp, *_ = draw(logits, jax.random.key(0), ids, jnp.zeros_like(ids), config)
     probs = np.array([0, 0.4, 0, 0.25, 0]) / 0.65
     counts = np.bincount(np.array(token[0]), minlength=5)
     assert not counts[[0, 2, 4]].any()

@@ -113,7 +113,7 @@ def gradients(policy, rollout, batches, number, config):
     advantages = group_advantages(*replicate((rollout.rewards, rollout.groups)), B)
     missing = jnp.isnan(rollout.rewards)
     advantages = reshard(advantages, Spec(DATA))
-    micros = step.micro_batches(batches, advantages, rollout.rewards, missing, config)
+    micros = step.micro_batches(batches, advantages[:, None], rollout.rewards, missing, config)
     parts = batches.packed, micros, batches.prompt_experts
     return step.minibatch_gradients(policy, *jax.tree.map(lambda x: x[number], parts), config)
 
@@ -274,14 +274,19 @@ OTHER_POLICIES = {
     "bfloat16, a dense layer, tied": Cut(
         policy=(("compute_dtype", "bfloat16"), ("dense_layers", (0,)), ("tied", True))
     ),
+    "bfloat16, also reduced, fsdp 2, expert 2, tensor 2": Cut(
+        shape=(2, 2, 2), policy=(("compute_dtype", "bfloat16"), ("reduce_dtype", "bfloat16"))
+    ),
     "no experts, unrolled, remat": Cut(policy=(("num_experts", 0), ("unroll", 2), ("remat", True))),
 }
 
 # Each compiles for a quarter of a minute: those that the others imply run with `make test-slow`.
 SLOW = {
     "fsdp 8",
+    "pads, micro-batches of 16",
     "expert 8, micro-batches of 16, chunks of 3",
     "micro-batches of 2, chunks of 5",
+    "bfloat16, also reduced, fsdp 2, expert 2, tensor 2",
     "a prompt read for each response",
 }
 
@@ -403,6 +408,7 @@ def reference(policy, tokens, lengths, rollout, old_logps, advantages, weights, 
         steps = tokens.shape[1]
         positions = jnp.broadcast_to(jnp.arange(steps)[None], tokens.shape)
         responses = rollout.mask.sum(1)
+        trained = rollout.mask if rollout.drawn is None else rollout.drawn
         # The last token of a response is no input.
         inputs = positions < (lengths + responses - 1)[:, None]
         attend = causal(inputs.astype(jnp.int32))
@@ -414,8 +420,8 @@ def reference(policy, tokens, lengths, rollout, old_logps, advantages, weights, 
         everywhere = take(everywhere, at)
         logps = jax.vmap(take)(everywhere, rollout.responses)
         entropy = -(jnp.exp(everywhere) * everywhere).sum(-1)
-        difference = jnp.where(rollout.mask, logps - old_logps, 0.0)
-        s = jnp.exp(difference.sum(1) / responses)
+        difference = jnp.where(trained, logps - old_logps, 0.0)
+        s = jnp.exp(difference.sum(1) / trained.sum(1))
         low, high = 1 - 3e-4, 1 + 4e-4
         objective = jnp.where(
             advantages >= 0,
@@ -432,10 +438,10 @@ def reference(policy, tokens, lengths, rollout, old_logps, advantages, weights, 
 
 
 def plain(
-    setting: Setting, rows: slice, old_logps, weights, temperature=1.0, missing=slice(0)
+    setting: Setting, rows: slice, old_logps, weights, temperature=1.0, missing=slice(0), drawn=None
 ) -> Reference:
     """`reference` on some rows of a setting, some of them without a reward."""
-    host = a_rollout()
+    host = a_rollout()._replace(drawn=drawn)
     host = jax.tree.map(lambda x: x[rows], host._replace(iterations=None, slot_steps=None))
     lengths = host.prompt_mask.sum(1)
     tokens = np.zeros((len(lengths), P + R), np.int32)
@@ -554,6 +560,28 @@ def test_item_21_a_prompt_is_not_in_the_ratio(setting):
     _, metrics = setting.gradients(old_logps=setting.old_logps - 0.01)
     for name in ("ratio", "ratio_min", "ratio_max"):
         np.testing.assert_allclose(metrics[name], np.exp(0.01), rtol=1e-6)
+
+
+def holes() -> np.ndarray:
+    """The tokens of a_rollout that the policy drew, where a tool wrote others."""
+    drawn = a_rollout().mask & (np.random.default_rng(3).random((B, R)) < 0.7)
+    drawn[:, 0] = True
+    return drawn
+
+
+def test_item_21_what_a_tool_wrote_is_neither_trained_nor_counted(setting):
+    """It is read: the gradient is that of a plain pass over all tokens, the ratio over the rest."""
+    drawn, old, host = holes(), perturbed(setting), a_rollout()
+    assert not drawn[host.mask].all()
+    rollout = setting.rollout._replace(drawn=put(drawn[row_order()]))
+    batches = scorer(setting.policy, rollout, config=CONFIG)
+    advantages = oracle.group_advantages(host.rewards, host.groups)
+    for number, rows in enumerate((FIRST, SECOND)):
+        found, metrics = setting.gradients(number, rollout=rollout, batches=batches, old_logps=old)
+        wanted = plain(setting, rows, old, [1, CONFIG.balance_coef], drawn=drawn)
+        assert_close(found, wanted.grads, atol=2e-6)
+        wanted = oracle.gspo(setting.old_logps[rows], old[rows], drawn[rows], advantages[rows])
+        np.testing.assert_allclose(metrics["ratio"], wanted.ratio.mean(), rtol=1e-6)
 
 
 def test_item_14_responses_without_a_reward_drop_out(setting):
@@ -717,6 +745,26 @@ def test_warm_up_begins_above_zero_and_ends_at_the_learning_rate():
     changes = first_changes(config, {"head": jnp.full(3, 0.5)}, 6)
     sizes = [-change["head"][0] for change in changes]
     np.testing.assert_allclose(sizes, [0.025, 0.05, 0.075, 0.1, 0.1, 0.1], rtol=1e-4)
+
+
+@pytest.mark.parametrize(("warmup", "start"), [(0, 1), (4, 4)])
+def test_after_the_warm_up_the_rate_falls_along_half_a_cosine(warmup, start):
+    config = OptimizerConfig(learning_rate=0.1, warmup=warmup, decay=6, final=0.2)
+    changes = first_changes(config, {"head": jnp.full(3, 0.5)}, 12)
+    sizes = [-change["head"][0] for change in changes][start - 1 :]
+    fallen = np.minimum(np.arange(len(sizes)), 6) / 6
+    expected = 0.1 * (0.6 + 0.4 * np.cos(np.pi * fallen))
+    np.testing.assert_allclose(sizes, expected, rtol=1e-4)
+    host = [train_state.learning_rate(config, count, np) for count in range(start - 1, 12)]
+    np.testing.assert_allclose(host, expected, rtol=1e-6)
+
+
+def test_another_learning_rate_counts_on_from_the_same_state():
+    one, other = (train_state.make_optimizer(OptimizerConfig(r, warmup=4)) for r in (0.1, 0.2))
+    params, grads = {"head": jnp.ones(3)}, {"head": jnp.full(3, 0.5)}
+    _, state = one.update(grads, one.init(params), params)
+    change, _ = other.update(grads, state, params)
+    np.testing.assert_allclose(change["head"], -0.2 * 2 / 4, rtol=1e-4)
 
 
 def test_item_01_learning_rate_zero_changes_nothing():

@@ -29,7 +29,17 @@ from gspo_jax.scoring import score
 from gspo_jax.sharding import make_mesh
 from gspo_jax.train import Diverged, Stopped, train
 from gspo_jax.workdir import claim
-from runs import Killed, Shared, cheap_runs, metrics, same_run, samples, saved, tiny_configs
+from runs import (
+    Killed,
+    Shared,
+    cheap_runs,
+    metrics,
+    record_prompts,
+    same_run,
+    samples,
+    saved,
+    tiny_configs,
+)
 from tiny import variety
 
 FOLDER = "tests/fixtures/hf_tiny_qwen3moe"
@@ -85,19 +95,6 @@ def finished(config, tmp_path_factory, asked):
         patch.setattr(gspo_jax.train, "plot_curves", plot_curves)
         train(config(), workdir)
     return workdir
-
-
-def record_prompts(patch, asked, stop_at=None):
-    """Notes every prompt of a training step; dies when step number `stop_at` asks for its."""
-    lay = gspo_jax.phases.lay_prompts
-
-    def noting(prompts, *args):
-        if stop_at is not None and prompts[0].index == 8 * stop_at:
-            raise Killed
-        asked.extend(prompts)
-        return lay(prompts, *args)
-
-    patch.setattr(gspo_jax.phases, "lay_prompts", noting)
 
 
 def files(workdir):
@@ -160,6 +157,13 @@ def test_later_minibatches_have_other_ratios(finished):
     for line in metrics(finished):
         if "ratio" in line:
             assert line["ratio_min"] < 1 < line["ratio_max"]
+
+
+def test_items_29_and_30_every_step_samples_with_its_own_weights(finished):
+    """The sampler's log-probabilities are the scorer's, whose weights are those of the state."""
+    for line in metrics(finished):
+        if "ratio" in line:
+            assert line["sampler_gap_max"] < 1e-5
 
 
 def test_every_prompt_is_asked_once_an_epoch(finished, asked):
@@ -261,6 +265,16 @@ def test_more_steps_continue_a_finished_run(config, finished, tmp_path):
     train(config("steps=2"), tmp_path)
     train(config("steps=4"), tmp_path)
     same_run(tmp_path, finished, config())
+
+
+def test_item_40_a_run_goes_on_where_an_epoch_begins(config, tmp_path, monkeypatch):
+    """Of 2 steps of 8 prompts each."""
+    asked = []
+    record_prompts(monkeypatch, asked)
+    for steps in (2, 4):
+        train(config("data.train=8", f"steps={steps}", "evaluation.every=0"), tmp_path)
+        assert [prompt.index for prompt in asked] == list(range(8 * steps))
+    assert [line["step"] for line in metrics(tmp_path) if "ratio" in line] == [0, 1, 2, 3]
 
 
 # ---------------------------------------------------------------- another run

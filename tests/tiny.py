@@ -62,6 +62,16 @@ def silence(problems: Any, responses: list[str]) -> list[None]:
     return [None] * len(responses)
 
 
+def rare(problems: Any, responses: list[str]) -> list[float]:
+    """A reward that few responses get, so that half of the groups have none."""
+    return [float(sum(map(ord, response)) % 8 == 0) for response in responses]
+
+
+def nothing(problems: Any, responses: list[str]) -> list[float]:
+    """A reward that none gets."""
+    return [0.0] * len(responses)
+
+
 _calls = itertools.count(1)
 
 
@@ -82,3 +92,8 @@ def witnessed(problems: Any, responses: list[str]) -> list[float]:
 def length_of(tokenizer: Any) -> Any:
     """A reward of tokens: how long a response is."""
     return lambda responses, mask, answers, answer_mask: mask.mean(1, dtype=jnp.float32)
+
+
+def greatest_of(tokenizer: Any) -> Any:
+    """A reward of tokens that differs inside a group, whatever the policy."""
+    return lambda responses, mask, answers, answer_mask: jnp.where(mask, responses, 0).max(1) / 64.0

@@ -12,6 +12,7 @@ def get_config() -> ConfigDict:
             "fused_steps": 0,
             "init_from": "",
             "shuffle_rewards": False,
+            "stages": (),
             "policy": {
                 "vocab_size": 136,
                 "hidden_size": 32,
@@ -37,6 +38,7 @@ def get_config() -> ConfigDict:
                 "cold_start": 10,
                 "train": 10,
                 "heldout": 4,
+                "seed": None,
                 "dir": "",
                 "tokenizer": "ascii",
             },
@@ -48,12 +50,16 @@ def get_config() -> ConfigDict:
                 "response_length": 12,
                 "slots": 16,
                 "temperature": 1.0,
+                "attempts": 1,
+                "tool": "",
+                "weights": "",
             },
             "reward": {
                 "text": "tiny:variety",
                 "tokens": "",
                 "workers": 0,
                 "timeout": 10.0,
+                "turns": 0,
             },
             "objective": {
                 "method": "gspo",
@@ -85,6 +91,8 @@ def get_config() -> ConfigDict:
             "optimizer": {
                 "learning_rate": 1e-2,
                 "warmup": 2,
+                "decay": 0,
+                "final": 0.1,
                 "weight_decay": 0.0,
                 "max_grad_norm": 1.0,
             },

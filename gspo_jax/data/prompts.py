@@ -7,7 +7,8 @@ new shuffle in which every problem appears exactly once, whatever the batch size
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import grain
@@ -40,7 +41,8 @@ class WorkedBatch(NamedTuple):
 class PromptSet:
     """The prompts of a run; `problems` may concatenate several tasks, which are then mixed.
 
-    Prompts longer than `max_prompt_length` tokens are removed beforehand, and counted.
+    Prompts longer than `max_prompt_length` tokens, and those whose questions are `held_out`, are
+    removed beforehand, and counted.
 
     len(prompts): prompts in an epoch. dropped: how many were removed. fingerprint: 16 hex digits
     that change with any prompt's tokens or any answer, to notice at resume that the data differ.
@@ -48,20 +50,28 @@ class PromptSet:
     """
 
     def __init__(
-        self, problems: Sequence[Problem], tokenizer: Tokenizer, max_prompt_length: int, seed: int
+        self,
+        problems: Sequence[Problem],
+        tokenizer: Tokenizer,
+        max_prompt_length: int,
+        seed: int,
+        held_out: Set[str] = frozenset(),
     ):
         self._tokenizer = tokenizer
         digest = hashlib.sha256(repr((tokenizer.vocab_size, tokenizer.end_ids)).encode())
 
         def fits(problem: Problem) -> bool:
             tokens = tokenizer.render(problem.question)
-            if len(tokens) > max_prompt_length:
+            if len(tokens) > max_prompt_length or problem.question in held_out:
                 return False
             # The tokens stand for question, template and tokenizer at once.
             digest.update(repr((problem.task, tokens, problem.answer)).encode())
             return True
 
-        self._kept = _Kept(problems, fits, f"prompts longer than {max_prompt_length} tokens", seed)
+        what = f"prompts longer than {max_prompt_length} tokens"
+        if held_out:
+            what += " or held out"
+        self._kept = _Kept(problems, fits, what, seed)
         self.dropped = self._kept.dropped
         self.fingerprint = digest.hexdigest()[:16]
 
@@ -77,6 +87,45 @@ class PromptSet:
     def batch(self, step: int, batch_size: int) -> list[Prompt]:
         """The prompts of a step: global indices from step · batch_size."""
         return [self[i] for i in range(step * batch_size, (step + 1) * batch_size)]
+
+    def after(self, batch: Sequence[Prompt]) -> list[Prompt]:
+        """Every prompt that a batch does not hold, once, in the order in which they come next."""
+        found = {prompt.tokens.tobytes(): prompt for prompt in batch}
+        held, start = len(found), batch[-1].index + 1
+        for index in range(start, start + 2 * len(self)):  # a whole epoch lies in there
+            prompt = self[index]
+            found.setdefault(prompt.tokens.tobytes(), prompt)
+        return list(found.values())[held:]
+
+
+class PromptSchedule:
+    """Prompt sets that follow each other; a step takes its prompts from one of them.
+
+    Args:
+      sets: by the global index from which on they hold; the first is 0.
+
+    fingerprint: theirs, in order, joined by "-".
+    """
+
+    def __init__(self, sets: Mapping[int, PromptSet]):
+        self._starts = sorted(sets)
+        self._sets = [sets[start] for start in self._starts]
+        self.fingerprint = "-".join(prompts.fingerprint for prompts in self._sets)
+
+    def _at(self, index: int) -> PromptSet:
+        return self._sets[bisect_right(self._starts, index) - 1]
+
+    def __getitem__(self, index: int) -> Prompt:
+        """The prompt at this global index of the set that holds there."""
+        return self._at(index)[index]
+
+    def batch(self, step: int, batch_size: int) -> list[Prompt]:
+        """The prompts of a step, at whose first index a set may begin, but not within it."""
+        return self._at(step * batch_size).batch(step, batch_size)
+
+    def after(self, batch: Sequence[Prompt]) -> list[Prompt]:
+        """Of the set that holds there, see PromptSet."""
+        return self._at(batch[0].index).after(batch)
 
 
 class WorkedSet:

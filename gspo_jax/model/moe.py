@@ -258,8 +258,8 @@ def mix_experts(
 
     Expert parallelism: the devices along "expert" hold different experts and different tokens.
     Each gathers the tokens of all, computes what its experts owe them, and the sums are scattered
-    back; nothing is dropped and shapes are static. "tensor" splits F, "fsdp" splits D of the
-    weights, which are gathered in the compute type.
+    back; nothing is dropped and shapes are static. "tensor" splits F of the weights; over "fsdp"
+    they are gathered.
     """
     mesh = jax.sharding.get_abstract_mesh()
     choices = routing.experts.size // mesh.shape["fsdp"]  # on a device, once gathered
@@ -271,18 +271,16 @@ def mix_experts(
         x, experts, gates, valid = (
             lax.all_gather(a, "expert", axis=0, tiled=True) for a in (x, experts, gates, valid)
         )
-        gate, up = (lax.all_gather(w, "fsdp", axis=1, tiled=True) for w in (gate, up))
-        down = lax.all_gather(down, "fsdp", axis=2, tiled=True)
         first = lax.axis_index("expert") * gate.shape[0]
         out = _owed(x, experts, gates, valid, gate, up, down, first, block)
         out = lax.psum(out, "tensor")
         return lax.psum_scatter(out, "expert", scatter_dimension=0, tiled=True)
 
     batch = Spec(DATA)
-    wide, narrow = Spec("expert", "fsdp", "tensor"), Spec("expert", "tensor", "fsdp")
+    weights = (jax.typeof(w).sharding.spec for w in (gate, up, down))
     return jax.shard_map(
         local,
-        in_specs=(batch, batch, batch, batch, wide, wide, narrow),
+        in_specs=(batch, batch, batch, batch, *weights),
         out_specs=batch,
         check_vma=mesh.size > 1,
     )(x, routing.experts, routing.gates, valid, gate, up, down)

@@ -2,7 +2,7 @@
 
 Parameters are float32 and stacked over layers, [L, ...]; the forward pass scans over them and
 computes in `compute_dtype`. Weights are split over "fsdp" and "tensor" (experts over "expert");
-`_use` gathers one over "fsdp" where it is needed.
+`_use` gathers one over "fsdp" where it is needed, and the gradient of it goes back there.
 """
 
 import dataclasses
@@ -20,7 +20,8 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 
 from gspo_jax.model import moe
 from gspo_jax.model.attention import Attend, Cache, rotary, rotate
-from gspo_jax.sharding import DATA
+from gspo_jax.model.int8 import Int8Weight
+from gspo_jax.sharding import DATA, gathered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,7 @@ class PolicyConfig:
     norm_eps: float = 1e-6
     max_positions: int = 32768
     compute_dtype: str = "float32"
+    reduce_dtype: str = "float32"  # in which the gradients of the data shards are added up
     remat: bool = False
     unroll: int = 1  # layers per iteration of the scan; num_layers or more: no scan
     grouped_matmul: str = "auto"  # "ragged", "padded"; without a gradient "passes"
@@ -108,9 +110,13 @@ def _ones(*shape: int) -> nnx.Param:
     return nnx.Param(jnp.ones(shape, jnp.float32))
 
 
-def _use(param: nnx.Param, dtype: DTypeLike, *spec: str | None) -> Array:
-    """The parameter in the compute dtype, gathered over "fsdp"."""
-    return reshard(param[...].astype(dtype), Spec(*spec))
+def _use(
+    param: nnx.Param | Int8Weight, config: PolicyConfig, dtype: DTypeLike, *spec: str | None
+) -> Array:
+    """The parameter in the type that is computed in, gathered over "fsdp"."""
+    if isinstance(param, Int8Weight):
+        return param.gathered(Spec(*spec), dtype)
+    return gathered(param[...], Spec(*spec), dtype, config.reduce_dtype)
 
 
 def rms_norm(x: Float[Array, "*lead D"], scale: Float[Array, " D"], eps: float) -> Array:
@@ -141,7 +147,7 @@ class Attention(nnx.Module):
         c = self.config
 
         def heads(weight, scale=None):
-            weight = _use(weight, x.dtype, None, "tensor", None)
+            weight = _use(weight, c, x.dtype, None, "tensor", None)
             y = jnp.einsum("bsd,dnh->bsnh", x, weight)
             if scale is not None:
                 y = rotate(rms_norm(y, scale[...], c.norm_eps), angles)
@@ -149,7 +155,7 @@ class Attention(nnx.Module):
 
         q, k = heads(self.query, self.query_norm), heads(self.key, self.key_norm)
         context, cache = attend(q, k, heads(self.value), cache, layer, prefix)
-        out = _use(self.out, x.dtype, "tensor", None, None)
+        out = _use(self.out, c, x.dtype, "tensor", None, None)
         return jnp.einsum("bsnh,nhd->bsd", context, out, out_sharding=Spec(DATA)), cache
 
 
@@ -166,11 +172,9 @@ class DenseFFN(nnx.Module):
         )
 
     def __call__(self, x, segments, count, replay):
-        wide = (None, "tensor")
-        hidden = jax.nn.silu(x @ _use(self.gate, x.dtype, *wide)) * (
-            x @ _use(self.up, x.dtype, *wide)
-        )
-        down = _use(self.down, x.dtype, "tensor", None)
+        gate, up = (_use(w, self.config, x.dtype, None, "tensor") for w in (self.gate, self.up))
+        hidden = jax.nn.silu(x @ gate) * (x @ up)
+        down = _use(self.down, self.config, x.dtype, "tensor", None)
         return jnp.einsum("bsf,fd->bsd", hidden, down, out_sharding=Spec(DATA)), None
 
 
@@ -191,10 +195,12 @@ class ExpertFFN(nnx.Module):
 
     def __call__(self, x, segments, count, replay):
         c = self.config
-        router = _use(self.router, jnp.float32, None, None)
+        router = _use(self.router, c, jnp.float32, None, None)
         routing = moe.route(x, router, c.experts_per_token, c.norm_topk, replay)
-        weights = (w[...].astype(x.dtype) for w in (self.gate, self.up, self.down))
-        y = moe.mix_experts(x, routing, segments > 0, *weights, c.grouped_matmul)
+        wide, narrow = ("expert", None, "tensor"), ("expert", "tensor", None)
+        gate, up = (_use(w, c, x.dtype, *wide) for w in (self.gate, self.up))
+        down = _use(self.down, c, x.dtype, *narrow)
+        y = moe.mix_experts(x, routing, segments > 0, gate, up, down, c.grouped_matmul)
         return y, Routed(routing.chosen, moe.segment_load(routing, segments, count))
 
 
@@ -264,7 +270,7 @@ class Policy(nnx.Module):
           Hidden states, the cache, and what the routers did (None without sparse layers).
         """
         c = self.config
-        embedding = _use(self.embedding, c.dtype, None, None)
+        embedding = _use(self.embedding, c, c.dtype, None, None)
         x = embedding.at[tokens].get(out_sharding=Spec(DATA))
         angles = rotary(positions, c.head_dim, c.rope_theta)
 
@@ -308,7 +314,7 @@ class Policy(nnx.Module):
     def logits(self, hidden: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
         """Output projection, accumulated and returned in float32."""
         weight = self.embedding if self.config.tied else self.head
-        head = _use(weight, hidden.dtype, "tensor", None)
+        head = _use(weight, self.config, hidden.dtype, "tensor", None)
         return jnp.einsum("bsd,vd->bsv", hidden, head, preferred_element_type=jnp.float32)
 
 

@@ -50,6 +50,20 @@ def reasoning_gym_reward(
     return rewards
 
 
+def progress(problems: Sequence[Problem], responses: Sequence[str]) -> list[float | None]:
+    """1 with the right answer; before that, half the share of the worked solution's steps with
+    which the response begins. For reward.turns, which asks at the end of every turn."""
+    rewards = reasoning_gym_reward(problems, responses)
+    for place, (problem, response) in enumerate(zip(problems, responses, strict=True)):
+        if rewards[place] is not None and rewards[place] < 1:
+            steps, *_ = problem.worked.rpartition("#")
+            wanted, found = steps.split(";"), response.partition("#")[0].split(";")
+            same = [a == b for a, b in zip(wanted, found, strict=False)]
+            begun = [*same, False].index(False)
+            rewards[place] = 0.5 * begun / len(wanted) if steps else 0.0
+    return rewards
+
+
 def name_of(reward_fn: RewardFn) -> str:
     """What messages call a reward function."""
     return getattr(reward_fn, "__name__", repr(reward_fn))
