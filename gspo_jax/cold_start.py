@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Float
 from tqdm import tqdm
@@ -19,8 +20,8 @@ from gspo_jax.model import huggingface
 from gspo_jax.model.moe import balance_loss
 from gspo_jax.model.transformer import Policy, init_policy
 from gspo_jax.program import Program
-from gspo_jax.sharding import to_devices
-from gspo_jax.tools import Tool, drawn_tokens, open_tool
+from gspo_jax.sharding import replicate, to_devices
+from gspo_jax.tools import Tool, open_tool, read_along
 from gspo_jax.train_state import (
     OptimizerConfig,
     TrainState,
@@ -41,7 +42,7 @@ def supervised_loss(
     scored, load = response_logps(policy, *batch)
     mask = batch.response_mask
     if tool is not None:
-        mask &= drawn_tokens(tool, batch.responses)
+        mask &= read_along(tool, batch.responses)[1]
     loss = -jnp.where(mask, scored.logps, 0.0).sum() / jnp.maximum(mask.sum(), 1)
     balance = 0.0 if load is None else balance_loss(load).mean()
     return loss + balance_coef * balance, loss
@@ -64,16 +65,18 @@ def cold_start(policy: Policy, sources: Sources, config: TrainConfig, mesh: jax.
     """The policy after config.cold_start.steps updates; `policy` is donated.
 
     Raises:
-      ValueError: the loss is no longer finite.
+      ValueError: the loss is no longer finite, or the worked solutions contradict the tool.
     """
-    c = config.cold_start
+    c, tool = config.cold_start, open_tool(config, sources.tokenizer)
+    if tool is not None:
+        _check_tool(tool, sources, config, mesh)
     optimizer = make_optimizer(OptimizerConfig(c.learning_rate, c.warmup))
     step = Program(
         functools.partial(
             supervised_step,
             balance_coef=config.objective.balance_coef,
             optimizer=optimizer,
-            tool=open_tool(config, sources.tokenizer),
+            tool=tool,
         ),
         donate=(0,),
     )
@@ -91,6 +94,28 @@ def cold_start(policy: Policy, sources: Sources, config: TrainConfig, mesh: jax.
                     f"{float(loss)}; lower it, or compute in float32 (policy.compute_dtype)"
                 )
     return state.policy
+
+
+def _check_tool(tool: Tool, sources: Sources, config: TrainConfig, mesh: jax.sharding.Mesh) -> None:
+    """ValueError if the tool writes anything but what the worked solutions have there: they would
+    teach how to go on from what never happens."""
+
+    @jax.jit
+    def wrong(batch):
+        written, _ = read_along(tool, batch.responses)
+        return replicate(((written != batch.responses) & batch.response_mask).any(1))
+
+    size, worked = config.cold_start.batch, sources.worked
+    for number in range(-(-len(worked) // size)):
+        batch = worked.batch(number, size)
+        rows = np.flatnonzero(wrong(to_devices(batch, mesh)).addressable_data(0))
+        if len(rows):
+            text = sources.tokenizer.decode(batch.responses[rows[0]][batch.response_mask[rows[0]]])
+            raise ValueError(
+                f"rollout.tool={config.rollout.tool!r}: writes something else than the worked "
+                f"solution {text!r} has; make the numbers of its task smaller, leave the task out, "
+                "or set cold_start.steps=0"
+            )
 
 
 def first_policy(config: TrainConfig, sources: Sources, mesh: jax.sharding.Mesh) -> Policy:

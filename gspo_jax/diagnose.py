@@ -34,6 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
+from jax.sharding import PartitionSpec as Spec
 from jaxtyping import Array
 
 from gspo_jax import cli
@@ -43,6 +44,7 @@ from gspo_jax.data.prompts import Prompt
 from gspo_jax.evaluate import SavedRun, lay_prompts, sampling_config, saved_run
 from gspo_jax.model.transformer import Policy
 from gspo_jax.objectives import METHODS, Method
+from gspo_jax.packing import Packed
 from gspo_jax.probes import (
     Part,
     Row,
@@ -85,7 +87,8 @@ class Diagnosis:
     def __init__(self, run: SavedRun, judge: Judge, methods: Mapping[str, Method]):
         self._run, self._judge = run, judge
         c, config = run.config, run.config.for_step
-        sampling = sampling_config(c, run.sources, record_experts=c.objective.replay == "R3")
+        record, weights = c.objective.replay == "R3", c.rollout.weights
+        sampling = sampling_config(c, run.sources, record_experts=record, weights=weights)
         self._sampler = Program(functools.partial(sample, config=sampling))
         self._scorer = Program(functools.partial(score, config=config))
         self._tokens = TokenReward(c, run.sources) if c.reward.tokens else None
@@ -111,8 +114,8 @@ class Diagnosis:
         rollout = self._sampler(state.policy, *to_devices(laid, mesh), key)
         batches = self._scorer(state.policy, rollout, state.reference, state.critic)
         if self._tokens:
-            answers = self._tokens.answers([prompts[group].problem for group in laid.groups])
-            judged = self._rewarder(rollout, to_devices(answers, mesh), np.int32(step))
+            answers = self._tokens.answers([prompt.problem for prompt in prompts])
+            judged = self._rewarder(rollout, to_devices(answers, mesh, Spec()), np.int32(step))
             return judged, batches
         rows = to_rows(rollout)
         problems = [prompts[group].problem for group in rows.groups]
@@ -186,7 +189,7 @@ class Diagnosis:
             "against": against,
             "signal": signals,
             "mean_signal": [_mean(name, signals) | {"halves": halves[name]} for name in large],
-            "log_ratios": by_length(responses_of(*to_host((log_ratios, batches.packed.spans)))),
+            "log_ratios": by_length(_drawn(*to_host((log_ratios, batches.packed)))),
             "expert_change": changes,
         }
 
@@ -255,6 +258,15 @@ def diagnose(
             report = Diagnosis(run, judge, methods).report(own, others[:prompts], thresholds)
         write_json(workdir / "diagnostics" / f"{run.step:06d}.json", report)
     return report
+
+
+def _drawn(log_ratios: np.ndarray, packed: Packed) -> list[np.ndarray]:
+    """Those of the tokens of each response that the policy drew."""
+    found = responses_of(log_ratios, packed.spans)
+    if packed.drawn is None:
+        return found
+    drawn = responses_of(packed.drawn, packed.spans)
+    return [values[own] for values, own in zip(found, drawn, strict=True) if own.any()]
 
 
 def _mean(name: str, rows: list[Row]) -> Row:

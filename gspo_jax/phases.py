@@ -78,7 +78,7 @@ class _Phases:
             laid = lay_prompts(mine, r.prompt_length, pad_id, shards)
             answers = None
             if self._tokens is not None:
-                answers = self._tokens.answers([mine[group].problem for group in laid.groups])
+                answers = self._tokens.answers([prompt.problem for prompt in mine])
             found.append((laid._replace(groups=laid.groups + np.int32(first)), answers))
         return found
 
@@ -148,7 +148,7 @@ class TwoPhase(_Phases):
     ) -> Callable[[], Rollout]:
         """Begins to judge; a call waits for the rollout with its rewards."""
         if self._tokens:
-            answers = to_devices(inputs[1], self._mesh)
+            answers = to_devices(inputs[1], self._mesh, Spec())
             return lambda: clock.time("reward", self._rewarder, rollout, answers, np.int32(step))
         judging = self._text.begin(step, to_rows(rollout))
 
@@ -222,10 +222,11 @@ class Fused(_Phases):
         """
         steps = np.arange(step, step + self.steps, dtype=np.int32)
         each = [self._stacked(step) for step in steps.tolist()]
-        inputs = jax.tree.map(lambda *x: np.stack(x), *each)
+        prompts, answers = jax.tree.map(lambda *x: np.stack(x), *each)
         lead = (None,) if self._attempts == 1 else (None, None)
-        inputs = to_devices(inputs, self._mesh, Spec(*lead, DATA))
-        return clock.start("step", self._program, state, *inputs, steps, self._key)
+        prompts = to_devices(prompts, self._mesh, Spec(*lead, DATA))
+        answers = to_devices(answers, self._mesh, Spec())
+        return clock.start("step", self._program, state, prompts, answers, steps, self._key)
 
     def _stacked(self, step: int) -> Any:
         """The inputs of a step; of several attempts stacked."""

@@ -72,6 +72,8 @@ def _minibatch(rollout: Rollout, batches: Batches, number: Array, config: Update
     """What `minibatch_gradients` takes of one of them."""
     if not config.method.critic:
         batches = batches._replace(values=None)
+    if not config.method.tokens:
+        rollout = rollout._replace(standings=None)
     micros, _ = credit(rollout, batches, config)
     return rows_of((batches.packed, micros, batches.prompt_experts), number)
 

@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from gspo_jax.gspo import group_advantages
 from gspo_jax.rollout import Discarded, Rollout
 from gspo_jax.sharding import DATA
+from gspo_jax.turns import turn_advantages
 
 
 def nothing(rollout: Rollout) -> Rollout:
@@ -39,12 +40,20 @@ def nothing(rollout: Rollout) -> Rollout:
     return empty._replace(rewards=jnp.full_like(empty.rewards, jnp.nan), discarded=discarded)
 
 
-def has_signal(rewards: Float[Array, " B"], group_size: int, std_floor: float) -> Bool[Array, " Q"]:
-    """Whether the rewards of a group differ; its responses lie one after the other."""
+def has_signal(
+    rewards: Float[Array, " B"],
+    standings: Float[Array, "B T"] | None,
+    group_size: int,
+    std_floor: float,
+) -> Bool[Array, " Q"]:
+    """Whether the rewards of a group differ, or those of its turns; its responses lie one after the
+    other."""
     count = rewards.shape[0] // group_size
     groups = jnp.repeat(jnp.arange(count), group_size)
-    advantages = group_advantages(rewards, groups, count, std_floor)
-    return (advantages != 0).reshape(count, group_size).any(1)
+    advantages = group_advantages(rewards, groups, count, std_floor)[:, None]
+    if standings is not None:
+        advantages = turn_advantages(rewards, standings, groups, count, std_floor, "group")
+    return (advantages != 0).reshape(count, -1).any(1)
 
 
 def refill(
@@ -65,7 +74,7 @@ def refill(
         def by_group(x):
             return x.reshape(count, group_size, *x.shape[1:])
 
-        signal = has_signal(rows["rewards"], group_size, std_floor)
+        signal = has_signal(rows["rewards"], rows.get("standings"), group_size, std_floor)
         there = by_group(rows["mask"]).any((1, 2))
         order = jnp.argsort(~signal * 2 + ~there, stable=True)
         chosen, others = order[: count // 2], order[count // 2 :]

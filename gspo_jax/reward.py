@@ -217,17 +217,21 @@ class TokenReward:
         factory = load_function(config.reward.tokens, "reward.tokens")
         self._function: Callable[..., Array] = factory(sources.tokenizer)
         self._tokenizer, self._width = sources.tokenizer, config.rollout.response_length
-        self._group_size, self._turns = config.rollout.group_size, config.reward.turns
+        self._turns = config.reward.turns
 
     def answers(self, problems: list) -> tuple[Int[np.ndarray, "Q A"], Bool[np.ndarray, "Q A"]]:
         """The reference answers, on the host, padded on the right."""
         return tokenise_answers(problems, self._tokenizer, self._width)
 
     def __call__(self, rollout: Rollout, answers: Any, step: Any) -> Rollout:
-        """The rollout with its rewards, inside a compiled program."""
+        """The rollout with its rewards, inside a compiled program.
 
-        def shard(responses, mask, drawn, *answers):
-            answers = [jnp.repeat(x, self._group_size, axis=0) for x in answers]
+        Args:
+          answers: of the prompts of the rollout by their number, on every device.
+        """
+
+        def shard(responses, mask, drawn, groups, *answers):
+            answers = [x[groups % x.shape[0]] for x in answers]  # of an attempt, counted from 0
             if not self._turns:
                 return self._function(responses, mask, *answers), None
             ends = turn_ends(mask if drawn is None else drawn, mask, self._turns)
@@ -235,10 +239,14 @@ class TokenReward:
             for end in ends.T:
                 found = self._function(responses, places < end[:, None], *answers)
                 standings.append(jnp.where(end > 0, found, jnp.nan))
-            return self._function(responses, mask, *answers), jnp.stack(standings, 1)
+            standings = jnp.stack(standings, 1)
+            broken = (jnp.isnan(standings) & (ends > 0)).any(1)  # as in _by_turn
+            rewards = jnp.where(broken, jnp.nan, self._function(responses, mask, *answers))
+            return rewards, jnp.where(broken[:, None], jnp.nan, standings)
 
         batch = Spec(DATA)
-        rewards, standings = jax.shard_map(shard, in_specs=(batch,) * 5, out_specs=batch)(
-            rollout.responses, rollout.mask, rollout.drawn, *answers
+        specs = (*(batch,) * 4, Spec(), Spec())
+        rewards, standings = jax.shard_map(shard, in_specs=specs, out_specs=batch)(
+            rollout.responses, rollout.mask, rollout.drawn, rollout.groups, *answers
         )
         return rollout._replace(rewards=rewards, standings=standings)

@@ -220,6 +220,10 @@ def _impossible_turns(c: "TrainConfig") -> Iterator[str]:
         )
     if not c.rollout.tool:
         yield f"{given}: without a tool a response is one turn; name rollout.tool, or set it to 0"
+    if c.reward.turns > c.rollout.response_length:
+        yield f"{given}: must not exceed rollout.response_length={c.rollout.response_length}"
+    if c.objective.mismatch.off_policy:
+        yield f"{given}: objective.mismatch.off_policy goes by that of a response; set it to 0"
     if c.shuffle_rewards:
         yield f"{given}: shuffle_rewards permutes whole responses; set one of them to 0"
 

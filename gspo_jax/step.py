@@ -305,7 +305,7 @@ def credit(rollout: Rollout, batches: Batches, config: UpdateConfig) -> tuple[_M
         advantages = group_advantages(rewards, *grouping)[:, None]
     else:
         advantages = turn_advantages(rewards, standings, *grouping)
-    constant = _constant_groups(advantages[:, 0], rewards, groups, count)
+    constant = _constant_groups(jnp.abs(advantages).max(1), rewards, groups, count)
     untrained = jnp.isnan(rollout.rewards)
     if config.overlong.untrained:
         untrained |= ~rollout.finished
@@ -417,10 +417,10 @@ def _load_metrics(counts: Float[Array, "Ls E"]) -> dict[str, Any]:
 
 
 def _constant_groups(
-    advantages: Array, rewards: Array, groups: Array, count: int
+    greatest: Array, rewards: Array, groups: Array, count: int
 ) -> tuple[Array, Array]:
     """Groups with rewards but without signal, and groups with rewards."""
-    signal = jnp.where(jnp.isnan(rewards), -1.0, jnp.abs(advantages))
+    signal = jnp.where(jnp.isnan(rewards), -1.0, greatest)
     signal = jax.ops.segment_max(signal, groups, count)
     return weighted(signal == 0, signal >= 0)
 
@@ -436,7 +436,8 @@ def _rollout_metrics(rollout: Rollout, batches: Batches, config: UpdateConfig) -
     lengths = rollout.mask.sum(-1)
     packed = batches.packed
     tokens = packed.rows.segments > 0
-    gap = jnp.abs(jnp.where(tokens, packed.sampler_logps - batches.old_logps, 0.0))
+    drawn = tokens if packed.drawn is None else tokens & packed.drawn
+    gap = jnp.abs(jnp.where(drawn, packed.sampler_logps - batches.old_logps, 0.0))
     visited = packed.used.sum() * math.prod(tokens.shape[2:])
     more, tokens_sampled = {}, lengths.sum()
     if rollout.drawn is not None:
@@ -456,10 +457,10 @@ def _rollout_metrics(rollout: Rollout, batches: Batches, config: UpdateConfig) -
             "reward_missing": weighted(~present),
             "response_length": weighted(lengths),
             "truncated": weighted(~rollout.finished),
-            "sampler_gap": weighted(gap, tokens),
+            "sampler_gap": weighted(gap, drawn),
             "row_use": _share(tokens.sum(), visited),
             "slot_use": _share(tokens_sampled, rollout.slot_steps),
         }
         | more,
-        maxs={"sampler_gap": highest(gap, tokens)},
+        maxs={"sampler_gap": highest(gap, drawn)},
     )

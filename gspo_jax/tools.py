@@ -77,18 +77,22 @@ def advance(
     return each(states, responses, positions, tokens)
 
 
-def drawn_tokens(tool: Tool, tokens: Int[Array, "B R"]) -> Bool[Array, "B R"]:
-    """Which tokens of given responses, such as worked solutions, the policy is to draw itself."""
+def read_along(
+    tool: Tool, tokens: Int[Array, "B R"]
+) -> tuple[Int[Array, "B R"], Bool[Array, "B R"]]:
+    """Given responses, such as worked solutions, as they would be with a tool: with what it would
+    write in its places, and which tokens the policy is to draw itself."""
 
     def read(states, inputs):
         position, token = inputs
         where = jnp.zeros_like(token)
-        states, _, drawn = advance(tool, states, where, where + position, token)
-        return states, drawn
+        states, *found = advance(tool, states, where, where + position, token)
+        return states, found
 
     inputs = jnp.arange(tokens.shape[1]), jnp.moveaxis(tokens[:, None], 2, 0)
-    drawn = jax.lax.scan(read, begun(tool, (tokens.shape[0], 1)), inputs)[1]
-    return jnp.moveaxis(drawn, 0, 2)[:, 0]
+    found = jax.lax.scan(read, begun(tool, (tokens.shape[0], 1)), inputs)[1]
+    written, drawn = (jnp.moveaxis(x, 0, 2)[:, 0] for x in found)
+    return written, drawn
 
 
 LIMIT = 10**8  # numbers and results stay below it

@@ -258,6 +258,15 @@ def test_several_problems_are_reported_at_once(overrides, keys):
             "reward.turns=2 rollout.tool=a:b objective.method=grpo shuffle_rewards=True",
             "permutes whole responses",
         ),
+        (
+            "reward.turns=13 rollout.tool=a:b objective.method=grpo",
+            "must not exceed rollout.response_length=12",
+        ),
+        (
+            "reward.turns=2 rollout.tool=a:b objective.method=grpo "
+            "objective.mismatch.off_policy=0.1",
+            "goes by that of a response",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(overrides, message):

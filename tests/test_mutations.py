@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mutations import MUTATIONS, ROOT, copy, plant, python, run_tests, survived
+from mutations import MUTATIONS, ROOT, by_file, copy, plant, python, run_tests, survived
 
 
 @pytest.fixture(scope="module")
@@ -23,11 +23,12 @@ def test_every_mutation_still_applies():
 
 
 @pytest.mark.slow
-def test_a_copy_without_a_mistake_is_green(tmp_path, cache):
+@pytest.mark.parametrize("tests", by_file(), ids=lambda tests: tests[0].split("::")[0])
+def test_a_copy_without_a_mistake_is_green(tests, tmp_path, cache):
     folder = copy(tmp_path / "copy")
     where = python(folder, cache, "-c", "import gspo_jax; print(gspo_jax.__file__)").stdout
     assert Path(where.strip()) == folder / "gspo_jax" / "__init__.py"
-    result = run_tests(folder, cache, *sorted({mutation.test for mutation in MUTATIONS}))
+    result = run_tests(folder, cache, *tests)
     assert result.returncode == 0, result.stdout
     assert survived(result)
 
