@@ -2,12 +2,14 @@
 
     python -m benchmarks.methods [--methods=gspo,grpo,grpo+R2] [--seeds=1,2,3] [--out=runs/methods]
 
-`METHOD+R2` and `METHOD+R3` replay experts. Runs of one seed begin with the same cold start. Every
-run is an ordinary one, in OUT/METHOD-SEED: what is finished is not run again, what was stopped goes
-on. A method takes some minutes a seed; the table is printed and written to OUT/table.md.
+`METHOD+R2` and `METHOD+R3` replay experts. Runs of one seed begin with the policy of the run
+OUT/cold-SEED. Every run is an ordinary one, in OUT/METHOD-SEED: what is finished is not run again,
+what was stopped goes on. A method takes some minutes a seed. OUT/runs.csv has a line for each run,
+OUT/table.md, which is also printed, one for each method.
 """
 
 import argparse
+import csv
 import json
 import statistics
 from pathlib import Path
@@ -28,20 +30,24 @@ COLUMNS = {  # name: key of metrics.jsonl, factor
 
 def run(name: str, seed: int, folder: Path, overrides: list[str]) -> None:
     """Runs, or goes on with, one method and seed."""
-    method, _, replay = name.partition("+")
-    given = [f"objective.method={method}", f"objective.replay={replay}", f"seed={seed}"]
-    config = load(CONFIG, [*(f"--config.{x}" for x in given), *overrides])
-    train(config, folder / f"{name}-{seed}")
+    cold, (method, _, replay) = folder / f"cold-{seed}", name.partition("+")
+    begin = ["steps=0"]
+    go_on = [f"init_from={str(cold)!r}", "cold_start.steps=0", "evaluation.every=0"]
+    go_on += [f"objective.method={method}", f"objective.replay={replay!r}"]
+    for workdir, given in ((cold, begin), (folder / f"{name}-{seed}", go_on)):
+        given = [f"--config.{x}" for x in (f"seed={seed}", *given)]
+        train(load(CONFIG, [*overrides, *given]), workdir)
 
 
 def figures(folder: Path) -> dict[str, float]:
-    """Held-out avg@k by task, before and after, and means over the steps of a finished run."""
+    """Held-out scores by task, before and after, and means over the steps of a finished run."""
     tasks = json.loads((folder / "summary.json").read_text())["tasks"]
-    found = {}
-    for task, columns in tasks.items():
-        for when in ("cold_start", "final"):
-            (key,) = (k for k in columns[when] if k.startswith("avg"))
-            found[f"{task} {when}"] = columns[when][key]
+    found = {
+        f"{task} {kind} {when}": score
+        for task, columns in tasks.items()
+        for when, scores in columns.items()
+        for kind, score in scores.items()
+    }
     steps = [x for x in read_metrics(folder / "metrics.jsonl") if "objective" in x]
     for line in steps:
         line["seconds"] = sum(v for k, v in line.items() if k.startswith("seconds/"))
@@ -54,11 +60,18 @@ def figures(folder: Path) -> dict[str, float]:
 def table(names: list[str], seeds: list[int], folder: Path) -> str:
     """A row for each method: mean over seeds, and the least and the greatest."""
     found = {name: [figures(folder / f"{name}-{seed}") for seed in seeds] for name in names}
-    tasks = [key.removesuffix(" final") for key in found[names[0]][0] if key.endswith(" final")]
-    head = ["method", *(f"{task}, avg@8 gained" for task in tasks), *COLUMNS]
+    keys = list(found[names[0]][0])
+    with (folder / "runs.csv").open("w", newline="") as file:
+        out = csv.writer(file, lineterminator="\n")
+        out.writerow(["method", "seed", *keys])
+        for name, runs in found.items():
+            for seed, values in zip(seeds, runs, strict=True):
+                out.writerow([name, seed, *(f"{values[key]:.6g}" for key in keys)])
+    scores = [x.removesuffix(" final") for x in keys if " avg" in x and x.endswith(" final")]
+    head = ["method", *(f"{score} gained" for score in scores), *COLUMNS]
     lines = [head, ["---"] * len(head)]
     for name, runs in found.items():
-        gains = [[100 * (r[f"{t} final"] - r[f"{t} cold_start"]) for r in runs] for t in tasks]
+        gains = [[100 * (r[f"{s} final"] - r[f"{s} cold_start"]) for r in runs] for s in scores]
         values = [[factor * r[key] for r in runs] for key, factor in COLUMNS.values()]
         cells = [f"{statistics.fmean(v):.1f} ({min(v):.1f} to {max(v):.1f})" for v in gains]
         cells += [f"{statistics.fmean(v):.2f}" for v in values]

@@ -59,8 +59,8 @@ class Checkpoints:
             raise ValueError(f"keep = {keep}: at least one state must be kept")
         self._workdir = Path(workdir)
         policies = ocp.training.preservation_policies
-        self._states = _open(workdir, "state", policies.LatestN(keep))
-        self._rollouts = _open(workdir, "rollout", policies.PreserveAll())
+        self._states = _open(workdir, "state", preservation_policy=policies.LatestN(keep))
+        self._rollouts = _open(workdir, "rollout", preservation_policy=policies.PreserveAll())
         self.restored: int | None = None
         self._step: int | None = None  # of the state last saved or restored here
         self._saving: dict[ocp.training.Checkpointer, tuple[int, Any]] = {}
@@ -116,21 +116,9 @@ class Checkpoints:
           FileNotFoundError: there is none.
         """
         self._finish(self._states)
-        steps = sorted(_steps(self._states), reverse=True)
-        if step is not None:
-            steps = [s for s in steps if s == step]
-        if not steps:
-            wanted = "a state" if step is None else f"the state of step {step}"
-            raise FileNotFoundError(f"{self._states.directory} does not hold {wanted}")
-        for found in steps:
-            restored = _load(self._states, found, target)
-            if restored is not None:
-                self._step = self.restored = found
-                return *restored, found
-        raise CheckpointUnreadable(
-            f"no state in {self._states.directory} can be read; tried steps {steps}, see the log. "
-            "Copy a good one there, or start in another work directory"
-        )
+        restored = _newest(self._states, target, step)
+        self._step = self.restored = restored[2]
+        return restored
 
     def restore_rollout(self, step: int, target: PyTree) -> tuple[PyTree, Meta] | None:
         """The rollout that the state of `step` sampled, with its meta; None: sample it (again).
@@ -221,16 +209,29 @@ class Checkpoints:
             ) from error
 
 
-def _open(workdir: str | Path, name: str, policy: Any) -> ocp.training.Checkpointer:
+def restore_policy(workdir: str | Path, target: PyTree, step: int | None = None) -> PyTree:
+    """The policy of a run's newest readable state, or of that of `step`; the run may be going on.
+
+    Args:
+      target: as for `Checkpoints.restore_state`.
+    Raises:
+      CheckpointMismatch, CheckpointUnreadable, FileNotFoundError: as there.
+    """
+    states = _open(workdir, "state", cleanup_tmp_directories=False)
+    with contextlib.closing(states):
+        return _newest(states, {"policy": target}, step, part=True)[0]["policy"]
+
+
+def _open(workdir: str | Path, name: str, **options: Any) -> ocp.training.Checkpointer:
     context = ocp.Context()
     # Two checkpointers save at the same time: their barriers need names of their own.
     context.multiprocessing.barrier_sync_key_prefix = name
+    context.pytree.loading.partial_load = True  # `_load` compares what is saved and what is wanted
     path = str(workdir) if "://" in str(workdir) else str(Path(workdir).absolute())
     return ocp.training.Checkpointer(
         f"{path}/checkpoints/{name}",
         context=context,
-        preservation_policy=policy,
-        cleanup_tmp_directories=True,
+        **{"cleanup_tmp_directories": True} | options,
     )
 
 
@@ -243,8 +244,28 @@ def _remove(checkpointer: ocp.training.Checkpointer, steps: list[int]) -> None:
         checkpointer.delete(step, missing_ok=True)
 
 
+def _newest(
+    states: ocp.training.Checkpointer, target: PyTree, step: int | None, part: bool = False
+) -> tuple[PyTree, Meta, int]:
+    """`Checkpoints.restore_state`; of a part of a state, only that is read and compared."""
+    steps = sorted(_steps(states), reverse=True)
+    if step is not None:
+        steps = [s for s in steps if s == step]
+    if not steps:
+        wanted = "a state" if step is None else f"the state of step {step}"
+        raise FileNotFoundError(f"{states.directory} does not hold {wanted}")
+    for found in steps:
+        restored = _load(states, found, target, part)
+        if restored is not None:
+            return *restored, found
+    raise CheckpointUnreadable(
+        f"no state in {states.directory} can be read; tried steps {steps}, see the log. "
+        "Copy a good one there, or start in another work directory"
+    )
+
+
 def _load(
-    checkpointer: ocp.training.Checkpointer, step: int, target: PyTree
+    checkpointer: ocp.training.Checkpointer, step: int, target: PyTree, part: bool = False
 ) -> tuple[PyTree, Meta] | None:
     """The tree and meta of `step`; None, with a warning, if any process finds it damaged.
 
@@ -259,7 +280,11 @@ def _load(
         saved = checkpointer.metadata(step).custom_metadata
         if not saved:
             raise ValueError("its metadata is gone")
-        mismatch = differences(saved["leaves"], {name: described(x) for name, x in wanted.items()})
+        leaves = saved["leaves"]
+        if part:
+            parts = {name.partition(".")[0] for name in wanted}
+            leaves = {k: leaf for k, leaf in leaves.items() if k.partition(".")[0] in parts}
+        mismatch = differences(leaves, {name: described(x) for name, x in wanted.items()})
         if not mismatch:
             stored = {name: leaf for name, leaf in abstract.items() if wanted[name].size}
             loaded = checkpointer.load(step, stored) if stored else {}

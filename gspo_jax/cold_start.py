@@ -1,9 +1,7 @@
 """The policy that a run begins from: random or a folder's, trained on worked solutions."""
 
-import dataclasses
 import functools
 import math
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +10,12 @@ import optax
 from jaxtyping import Array, Float
 from tqdm import tqdm
 
-from gspo_jax.config import TrainConfig, differences
+from gspo_jax.config import TrainConfig
 from gspo_jax.data.prompts import WorkedBatch
 from gspo_jax.data.sources import Sources
 from gspo_jax.logps import response_logps
-from gspo_jax.model import huggingface
 from gspo_jax.model.moe import balance_loss
-from gspo_jax.model.transformer import Policy, init_policy
+from gspo_jax.model.transformer import Policy
 from gspo_jax.program import Program
 from gspo_jax.sharding import replicate, to_devices
 from gspo_jax.tools import Tool, open_tool, read_along
@@ -116,38 +113,3 @@ def _check_tool(tool: Tool, sources: Sources, config: TrainConfig, mesh: jax.sha
                 f"solution {text!r} has; make the numbers of its task smaller, leave the task out, "
                 "or set cold_start.steps=0"
             )
-
-
-def first_policy(config: TrainConfig, sources: Sources, mesh: jax.sharding.Mesh) -> Policy:
-    """The policy of step 0: from the folder or random, after its cold start."""
-    if config.init_from:
-        policy = huggingface.load_policy(Path(config.init_from), config.policy)
-    else:
-        policy = init_policy(config.policy, config.seed)
-    if sources.worked is None:
-        return policy
-    return cold_start(policy, sources, config, mesh)
-
-
-def check_folder(config: TrainConfig) -> None:
-    """ValueError, naming what differs, if the folder init_from holds a policy of another shape."""
-    ours, theirs = config.policy, huggingface.read_config(config.init_from)
-    free = {"compute_dtype", "reduce_dtype", "remat", "unroll", "grouped_matmul"}  # no folder's
-    if ours.max_positions <= theirs.max_positions:
-        free |= {"max_positions"}
-    if ours.stacks == theirs.stacks:  # the same layers have experts, however that is said
-        free |= {"dense_layers", "sparse_step"}
-        if ours.num_sparse_layers == ours.num_layers:
-            free |= {"dense_width"}
-        if ours.num_sparse_layers == 0:
-            free |= {"experts_per_token", "expert_width", "norm_topk"}
-    shapes = (
-        {k: v for k, v in dataclasses.asdict(c).items() if k not in free} for c in (theirs, ours)
-    )
-    wrong = differences(*shapes, "policy.")
-    if wrong:
-        raise ValueError(
-            f"init_from={config.init_from!r} holds another policy (its value -> the config's):\n"
-            + "".join(f"  {line}\n" for line in wrong)
-            + "Give the config the values of the folder"
-        )

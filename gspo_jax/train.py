@@ -24,7 +24,6 @@ from tqdm import tqdm
 
 from gspo_jax import cli, processes
 from gspo_jax.checkpoint import Checkpoints, CheckpointUnreadable
-from gspo_jax.cold_start import check_folder, first_policy
 from gspo_jax.config import TrainConfig, differences, load, to_dict
 from gspo_jax.data.sources import open_sources
 from gspo_jax.evaluate import Evaluator, Scores, table
@@ -36,6 +35,7 @@ from gspo_jax.program import Clock
 from gspo_jax.reward import TextReward, open_judge
 from gspo_jax.rewards.pool import RewardFailed
 from gspo_jax.sharding import make_mesh, somewhere
+from gspo_jax.start import check_start, first_policy
 from gspo_jax.train_state import beginning, learning_rate, make_optimizer
 from gspo_jax.workdir import claim, read_json, room, what_is_saved, write_json
 
@@ -106,8 +106,8 @@ def train(config: TrainConfig, workdir: Path) -> dict[str, Any]:
                 f"steps={config.steps}: {workdir} holds a run of {done} steps; give at least that, "
                 "or another --workdir"
             )
-        if config.init_from and not begun:
-            check_folder(config)
+        if not begun:
+            check_start(config)
 
         # ---- Data --------------------------------------------------------------------------
         sources = open_sources(config, fingerprint)

@@ -16,6 +16,7 @@ import gspo_jax.cold_start
 import gspo_jax.diagnose
 import gspo_jax.evaluate
 import gspo_jax.phases
+import gspo_jax.start
 import gspo_jax.train
 from gspo_jax.checkpoint import Checkpoints
 from gspo_jax.config import TrainConfig, load
@@ -90,7 +91,7 @@ class CurrentReward(TextReward):
 
 
 @functools.cache
-def _initializer(config: Any, seed: int, mesh: jax.sharding.Mesh) -> Callable[[], Policy]:
+def _initializer(config: Any, seed: int, mesh: Any) -> Callable[[], Policy]:
     return jax.jit(lambda: Policy(config, nnx.Rngs(seed)))
 
 
@@ -104,9 +105,9 @@ def cheap_runs() -> Iterator[None]:
         for module in (gspo_jax.train, *own):
             patch.setattr(module, "make_optimizer", OPTIMIZER)  # equal configs, equal functions
         patch.setattr(
-            gspo_jax.cold_start,
+            gspo_jax.start,
             "init_policy",
-            lambda config, seed: _initializer(config, seed, jax.sharding.get_mesh())(),
+            lambda config, seed: _initializer(config, seed, jax.sharding.get_abstract_mesh())(),
         )
         patch.setattr(gspo_jax.train, "TextReward", CurrentReward)
         patch.setattr(gspo_jax.train, "plot_curves", lambda workdir: None)

@@ -1,6 +1,7 @@
 """Checkpoints: bit-exact on any mesh, never cast, and usable after a crash or damage."""
 
 import dataclasses
+import functools
 import logging
 import os
 import shutil
@@ -18,7 +19,12 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as Spec
 
-from gspo_jax.checkpoint import CheckpointMismatch, Checkpoints, CheckpointUnreadable
+from gspo_jax.checkpoint import (
+    CheckpointMismatch,
+    Checkpoints,
+    CheckpointUnreadable,
+    restore_policy,
+)
 
 # Orbax leaves coroutines behind when it meets a damaged file.
 pytestmark = [
@@ -120,6 +126,28 @@ def test_restores_on_another_mesh(tmp_path, shape):
         assert_equal(restored, state)
         for x in jax.tree.leaves(restored):
             assert x.sharding.mesh == mesh
+
+
+def test_a_policy_is_read_alone_and_what_is_being_written_stays(tmp_path, mesh222):
+    state = trained(shard(make(), Spec("fsdp", "tensor")))
+    with Checkpoints(tmp_path, keep=3) as checkpoints:
+        for step in range(3):
+            moved = jax.tree.map(functools.partial(jnp.add, step), state.policy)
+            checkpoints.save_state(step, dataclasses.replace(state, policy=moved), {})
+    states = tmp_path / "checkpoints" / "state"
+    for file in [f for f in (states / "2").rglob("*") if f.is_file()]:
+        file.write_bytes(b"")
+    unfinished = states / "3.orbax-checkpoint-tmp-17"
+    unfinished.mkdir()
+    target = jax.eval_shape(lambda: shard(make(), Spec("expert")).policy)
+    assert_equal(restore_policy(tmp_path, target), jax.tree.map(lambda x: x + 1, state.policy))
+    assert_equal(restore_policy(tmp_path, target, 0), state.policy)
+    assert unfinished.exists()
+    for other in (make(layers=1), make(layers=3)):
+        with pytest.raises(CheckpointMismatch, match=r"policy\.layers\[[12]\]\.kernel"):
+            restore_policy(tmp_path, other.policy)
+    with pytest.raises(FileNotFoundError, match="does not hold the state of step 7"):
+        restore_policy(tmp_path, target, 7)
 
 
 def test_a_state_may_be_donated_while_it_is_saved(tmp_path):

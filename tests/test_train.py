@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -38,6 +39,7 @@ from runs import (
     same_run,
     samples,
     saved,
+    saved_state,
     tiny_configs,
 )
 from tiny import variety
@@ -449,6 +451,34 @@ def test_a_folder_of_another_shape_is_refused_before_anything_is_built(config, t
         "policy.max_positions: 512 -> 1024",
     ]
     assert not (tmp_path / "config.json").exists()
+
+
+def test_a_run_begins_with_the_policy_of_another(config, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    train(config(*SHORT), first)
+    for start, step in ((first, 1), (first / "checkpoints" / "state" / "0", 0)):
+        changed = config(*SHORT, "steps=0", f"init_from={str(start)!r}")
+        train(changed, second / str(step))
+        policies = [
+            saved_state(run, changed, at)[0].policy
+            for run, at in ((first, step), (second / str(step), 0))
+        ]
+        jax.tree.map(np.testing.assert_array_equal, *policies)
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ("policy.expert_width=8", r"policy.expert_width: 16 -> 8"),
+        ("data.phrases=('a b',)", r"data.phrases: \['State .*'\] -> \['a b'\]"),
+    ],
+)
+def test_the_policy_of_a_run_that_is_another_is_refused(config, tmp_path, change, line):
+    train(config(*SHORT, "steps=0"), tmp_path / "run")
+    with pytest.raises(ValueError, match="holds another policy") as error:
+        train(config(change, f"init_from={str(tmp_path / 'run')!r}"), tmp_path / "other")
+    (found,) = str(error.value).split("\n")[1:-1]
+    assert re.fullmatch(line, found.strip())
 
 
 def test_a_folder_that_is_not_there_is_named(config, tmp_path):
