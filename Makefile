@@ -5,7 +5,7 @@ PYTHON := .venv/bin/python
 WORKDIR ?= runs/quickstart
 SEED ?= 1
 
-.PHONY: quickstart control test test-slow bench bench-peers methods kills lint lock clean
+.PHONY: quickstart control test test-slow test-tpu-compile bench bench-peers methods kills lint lock clean
 
 quickstart: .venv/installed  ## cold start, GSPO, evaluation: a table in at most ten minutes
 	$(PYTHON) -m gspo_jax.train --config=configs/quickstart.py --workdir=$(WORKDIR) --config.seed=$(SEED)
@@ -19,6 +19,13 @@ test: .venv/installed lint  ## all checks, under 20 minutes on 2 cores
 
 test-slow: .venv/installed  ## what takes minutes: planted mistakes that must turn tests red, kills, processes
 	$(PYTHON) -m pytest -m slow
+
+test-tpu-compile: .venv/tpu  ## what the compiler for TPU makes of the programs; no TPU is needed
+	$(PYTHON) -m pytest -m tpu
+
+.venv/tpu: requirements-tpu.txt .venv/installed
+	$(UV) pip install --quiet --python .venv --requirement requirements-tpu.txt
+	touch $@
 
 bench: .venv/installed  ## speed and memory of a step, written to bench.json
 	$(PYTHON) -m benchmarks.speed --out=bench.json

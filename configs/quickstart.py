@@ -15,7 +15,7 @@ def get_config() -> ConfigDict:
     c.seed = 1  # of weights, data and sampling
     c.steps = 80  # rollouts, each followed by its updates
     c.fused_steps = 0  # 0: a checkpoint between rollout and update; n: n steps in one program
-    c.init_from = ""  # a Hugging Face Qwen3-MoE folder to start from; "": random weights
+    c.init_from = ""  # a Hugging Face Qwen3-MoE folder, or a run, to start from; "": random
     c.stages = ()  # changes from a step on, such as dict(start=40, response_length=120,
     # temperature=0.8, learning_rate=1e-4, tasks=dict(count_bits=dict(max_n=80000)), data_seed=2)
     c.shuffle_rewards = False  # the control: rewards permuted over the batch teach nothing

@@ -33,7 +33,9 @@ def run(main: Callable[[Sequence[str]], None], *errors: type[Exception]) -> None
             with processes.together():
                 main(argv[1:])
         except KeyboardInterrupt as stop:
-            sys.exit(str(stop) or "interrupted: what was saved is intact, the same command goes on")
+            left = "interrupted: what was saved is intact, the same command goes on"
+            print(str(stop) or left, file=sys.stderr)
+            sys.exit(processes.STOPPED)
         except (ValueError, OSError, *errors) as error:
             logging.debug("raised here:", exc_info=True)
             sys.exit(f"error: {error}")

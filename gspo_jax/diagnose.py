@@ -88,7 +88,7 @@ class Diagnosis:
         self._run, self._judge = run, judge
         c, config = run.config, run.config.for_step
         record, weights = c.objective.replay == "R3", c.rollout.weights
-        sampling = sampling_config(c, run.sources, record_experts=record, weights=weights)
+        sampling = sampling_config(c, run.sources.tokenizer, record_experts=record, weights=weights)
         self._sampler = Program(functools.partial(sample, config=sampling))
         self._scorer = Program(functools.partial(score, config=config))
         self._tokens = TokenReward(c, run.sources) if c.reward.tokens else None

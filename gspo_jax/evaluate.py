@@ -22,6 +22,7 @@ from gspo_jax.checkpoint import Checkpoints, CheckpointUnreadable
 from gspo_jax.config import TrainConfig, from_config_dict
 from gspo_jax.data.prompts import Prompt, left_pad
 from gspo_jax.data.sources import Sources, open_sources
+from gspo_jax.data.tokenizers import Tokenizer
 from gspo_jax.model.transformer import Policy, init_policy
 from gspo_jax.program import Program
 from gspo_jax.reward import decode, open_judge, sample_line
@@ -58,16 +59,16 @@ def lay_prompts(prompts: Sequence[Prompt], width: int, pad_id: int, shards: int)
     return Prompts(tokens, mask, order.astype(np.int32))
 
 
-def sampling_config(config: TrainConfig, sources: Sources, **changes: object) -> SamplingConfig:
+def sampling_config(config: TrainConfig, tokenizer: Tokenizer, **changes: object) -> SamplingConfig:
     """How this run draws responses; the policy in its own compute dtype."""
     values = {
         "group_size": config.rollout.group_size,
         "response_length": config.rollout.response_length,
         "slots": config.rollout.slots // config.mesh.shards,
-        "end_ids": sources.tokenizer.end_ids,
-        "pad_id": sources.tokenizer.pad_id,
+        "end_ids": tokenizer.end_ids,
+        "pad_id": tokenizer.pad_id,
         "temperature": config.rollout.temperature,
-        "tool": open_tool(config, sources.tokenizer),
+        "tool": open_tool(config, tokenizer),
     }
     return SamplingConfig(**(values | changes))
 
@@ -88,12 +89,13 @@ class Evaluator:
         self._config, self._sources, self._mesh = config, sources, mesh
         self._judge = judge
         self._k = config.evaluation.samples
+        drawn = functools.partial(sampling_config, config, sources.tokenizer)
         ways = {"greedy": (1, 0.0), "sampled": (self._k, 1.0)}
         self._samplers = {
             way: Program(
                 functools.partial(
                     sample,
-                    config=sampling_config(config, sources, group_size=n, temperature=temperature),
+                    config=drawn(group_size=n, temperature=temperature),
                 )
             )
             for way, (n, temperature) in ways.items()

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from gspo_jax.model.attention import MASKED, grouped_context, grouped_scores, head_major
+from gspo_jax.model import attention
 from gspo_jax.model.moe import Load
 from gspo_jax.model.transformer import Policy, Routed
 from gspo_jax.prefix import Prefix, read_prompts
@@ -122,21 +122,15 @@ def row_hidden(
       count: segments in a row.
       replay: experts to take in place of those that the routers choose.
     """
-    width, wide = rows.tokens.shape[1], rows.prompts.shape[1]
-    before = jnp.tril(jnp.ones((width, width), bool))
-    own = before[None] & (rows.segments[:, :, None] == rows.segments[:, None, :])
     read = take_rows(prompt_mask[:, :-1], rows.prompts)  # [B, u, T]
-    mine = rows.which[:, :, None] == jnp.arange(wide)[None, None]  # [B, C, u]
-    context = (mine[..., None] & read[:, None]).reshape(*mine.shape[:2], -1)
-    visible = jnp.concatenate([context, own], -1)[:, None, None]
+    see = attention.rows(rows.segments, rows.which, read, *policy.config.attends)
 
     def attend(q, k, v, cache, layer, prefix):
-        k, v = head_major(k, v)
+        k, v = attention.head_major(k, v)
         keys, values = (take_rows(x, rows.prompts) for x in prefix)  # [B, u, K, ...]
         k = jnp.concatenate([*jnp.unstack(keys, axis=1), k], 3)
         v = jnp.concatenate([*jnp.unstack(values, axis=1), v], 2)
-        scores = jnp.where(visible, grouped_scores(q, k), MASKED)
-        return grouped_context(jax.nn.softmax(scores, -1), v), cache
+        return see(q, k, v), cache
 
     hidden, _, routed = policy(
         rows.tokens,

@@ -5,6 +5,7 @@ its own responses, first fit. A micro-batch is a number of rows, and only those 
 visited. Prompts are not packed: they are read once, as a prefix that rows refer to.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -95,11 +96,7 @@ def pack(rollout: Rollout, minibatches: int, micro_batch: int, group_size: int) 
     shards = data_shards()
     width = rollout.responses.shape[1]
     m = rollout.responses.shape[0] // (minibatches * shards)  # responses
-    if m % group_size:
-        raise ValueError(
-            f"minibatches={minibatches} on {shards} data shards: {m} responses each are no whole "
-            f"groups of {group_size}"
-        )
+    group_size = math.gcd(m, group_size)  # a minibatch may have but a part of each group
     rows = micro_batch // shards
 
     def minibatch(prompts, prompt_mask, prompt_experts, responses, mask, logps, drawn, experts):

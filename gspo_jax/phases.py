@@ -7,17 +7,19 @@ the host sends prompts and receives metrics, one dispatch for one or more steps.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import optax
 from jax.sharding import PartitionSpec as Spec
+from jaxtyping import Array
 
 from gspo_jax import processes
 from gspo_jax.checkpoint import Checkpoints
 from gspo_jax.config import TrainConfig
 from gspo_jax.data.sources import Sources
+from gspo_jax.data.tokenizers import Tokenizer
 from gspo_jax.evaluate import lay_prompts, sampling_config
 from gspo_jax.metrics import Metrics
 from gspo_jax.program import Clock, Program
@@ -25,10 +27,41 @@ from gspo_jax.refill import judged_rollout, nothing, refill, refilled_rollout
 from gspo_jax.reward import TextReward, TokenReward
 from gspo_jax.rewards.pool import RewardFailed
 from gspo_jax.rollout import Rollout, sample
-from gspo_jax.scoring import score
+from gspo_jax.scoring import Batches, score
 from gspo_jax.sharding import DATA, data_shards, from_rows, somewhere, to_devices, to_rows
 from gspo_jax.step import fused_steps, update
 from gspo_jax.train_state import TrainState
+
+
+class Functions(NamedTuple):
+    """What a step is made of, the config's values filled in."""
+
+    sample: Callable[..., Rollout]
+    score: Callable[..., Batches]
+    update: Callable[..., tuple[TrainState, Metrics]]
+    refill: Callable[..., tuple[Rollout, Array]]
+
+    def fused(self, reward: Callable[..., Rollout], attempts: int) -> Callable[..., Any]:
+        """n whole steps, see `fused_steps`."""
+        judged = functools.partial(judged_rollout, sample=self.sample, reward=reward)
+        if attempts > 1:
+            judged = functools.partial(refilled_rollout, judged=judged, refill=self.refill)
+        return functools.partial(fused_steps, judged=judged, score=self.score, update=self.update)
+
+
+def step_functions(
+    config: TrainConfig, tokenizer: Tokenizer, optimizer: optax.GradientTransformation
+) -> Functions:
+    """Those of the config."""
+    record, weights = config.objective.replay == "R3", config.rollout.weights
+    sampling = sampling_config(config, tokenizer, record_experts=record, weights=weights)
+    r, step = config.rollout, config.for_step
+    return Functions(
+        functools.partial(sample, config=sampling),
+        functools.partial(score, config=step),
+        functools.partial(update, config=step, optimizer=optimizer),
+        functools.partial(refill, group_size=r.group_size, std_floor=step.std_floor),
+    )
 
 
 class _Phases:
@@ -53,19 +86,7 @@ class _Phases:
         self._tokens = TokenReward(config, sources) if config.reward.tokens else None
         self._key = jax.random.key(config.seed)
         self._attempts = config.rollout.attempts
-        sampling = sampling_config(
-            config,
-            sources,
-            record_experts=config.objective.replay == "R3",
-            weights=config.rollout.weights,
-        )
-        self._sample = functools.partial(sample, config=sampling)
-        self._score = functools.partial(score, config=config.for_step)
-        self._update = functools.partial(update, config=config.for_step, optimizer=optimizer)
-
-        self._refill = functools.partial(
-            refill, group_size=config.rollout.group_size, std_floor=config.objective.std_floor
-        )
+        self._functions = step_functions(config, sources.tokenizer, optimizer)
 
     def _inputs(self, step: int) -> list[tuple[Any, Any]]:
         """Of each attempt of a step, prompts and, for a reward of tokens, reference answers; host
@@ -90,11 +111,11 @@ class TwoPhase(_Phases):
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        self._sampler = Program(self._sample)
-        self._scorer = Program(self._score)
-        self._updater = Program(self._update, donate=(0,))
+        functions = self._functions
+        self._sampler, self._scorer = Program(functions.sample), Program(functions.score)
+        self._updater = Program(functions.update, donate=(0,))
         self._rewarder = self._tokens and Program(self._tokens)
-        self._refiller = Program(self._refill, donate=(0,)) if self._attempts > 1 else None
+        self._refiller = Program(functions.refill, donate=(0,)) if self._attempts > 1 else None
         self._unjudged: Rollout | None = None
 
     def __call__(self, state: TrainState, step: int, clock: Clock) -> tuple[TrainState, Metrics]:
@@ -205,14 +226,7 @@ class Fused(_Phases):
     def __init__(self, *args: Any):
         super().__init__(*args)
         self.steps = self._config.fused_steps
-        judged = functools.partial(
-            judged_rollout, sample=self._sample, reward=self._tokens or self._text
-        )
-        if self._attempts > 1:
-            judged = functools.partial(refilled_rollout, judged=judged, refill=self._refill)
-        function = functools.partial(
-            fused_steps, judged=judged, score=self._score, update=self._update
-        )
+        function = self._functions.fused(self._tokens or self._text, self._attempts)
         self._program = Program(function, donate=(0,))
 
     def __call__(self, state: TrainState, step: int, clock: Clock) -> tuple[TrainState, Metrics]:

@@ -47,7 +47,7 @@ def read_prompts(
       replay: experts to take in place of those that the routers choose.
     """
     tokens, mask = prompts[:, :-1], mask[:, :-1]
-    full = attention.causal(mask.astype(jnp.int32))
+    full = attention.causal(mask.astype(jnp.int32), *policy.config.attends)
 
     def attend(q, k, v, cache, layer, prefix):
         context, _ = full(q, k, v, None, layer, None)

@@ -30,6 +30,7 @@ from jax._src.distributed import global_state  # for the key-value store of the 
 from gspo_jax.cluster import Cluster, find_cluster, join
 
 LOST = 75  # the exit code when another process was lost: the same command goes on (EX_TEMPFAIL)
+STOPPED = 143  # that of a run that was told to stop and has (128 + SIGTERM)
 GRACE = 10  # seconds in which the others, when one has failed, may end by themselves
 
 flags.DEFINE_float("lost_after", 40, "seconds of silence after which a process is lost", 3)

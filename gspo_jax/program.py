@@ -6,6 +6,13 @@ from typing import Any
 
 import jax
 
+from gspo_jax.sharding import platform
+
+
+def compiler_options() -> dict[str, Any] | None:
+    """What the compiler must be told: for some TPUs it else makes `ragged_dot` dense."""
+    return {"xla_tpu_enable_ragged_dot_kernel": True} if platform() == "tpu" else None
+
 
 class Program:
     """`function` compiled for the shapes, dtypes and shardings of its first call.
@@ -24,7 +31,7 @@ class Program:
     def __call__(self, *args: Any) -> Any:
         if self._compiled is None:
             start = time.perf_counter()
-            self._compiled = self._jitted.lower(*args).compile()
+            self._compiled = self._jitted.lower(*args).compile(compiler_options())
             self.compile_seconds = time.perf_counter() - start
         return self._compiled(*args)
 

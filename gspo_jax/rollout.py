@@ -23,9 +23,9 @@ from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray, Shaped
 from gspo_jax.model import attention
 from gspo_jax.model.int8 import SUMMED, quantised
 from gspo_jax.model.moe import id_dtype
-from gspo_jax.model.transformer import Policy, layer_by_layer
+from gspo_jax.model.transformer import Policy, for_decoding, layer_by_layer
 from gspo_jax.prefix import empty_cache, read_prompts
-from gspo_jax.sharding import DATA, data_shards
+from gspo_jax.sharding import DATA, data_shards, platform
 from gspo_jax.tools import Tool, advance, begun
 
 
@@ -45,6 +45,9 @@ class SamplingConfig:
     shrinks: bool = True  # fewer slots for the last responses
     tool: Tool | None = None  # writes into responses
     weights: str = ""  # what the policy is kept in, see compute_copy
+
+
+RING_BLOCK = 1024  # entries of a long ring that are read at once
 
 
 class Discarded(NamedTuple):
@@ -134,7 +137,7 @@ def compute_copy(policy: Policy, weights: str = "") -> Policy:
     policy.config = c
     if not c.unrolled:
         return policy
-    passes = jax.default_backend() == "cpu" and c.grouped_matmul == "auto"
+    passes = platform() == "cpu" and c.grouped_matmul == "auto"
     return layer_by_layer(policy, grouped_matmul="passes" if passes else c.grouped_matmul)
 
 
@@ -145,11 +148,52 @@ def decode_attention(
     time: Int[Array, ""],
     length: int,
 ) -> attention.Attend:
-    """One token a slot against [its prompt, of the prefix | the live entries of its ring]."""
+    """One token a slot against [its prompt, of the prefix | the live entries of its ring].
+
+    A long ring is read in blocks of RING_BLOCK entries, from the newest to the oldest that is live
+    in any slot, and softmax goes along (arXiv 1805.02867).
+    """
     entry = time % length
-    age = (entry - jnp.arange(length)) % length
-    live = age[None, None] <= position[..., None]
-    visible = jnp.concatenate([_take(prompt_mask, prompt), live], -1)[:, :, None, None, None]
+    size = RING_BLOCK if length % RING_BLOCK == 0 else length
+    newest, blocks = entry // size, length // size
+    older = jnp.maximum(position.max() - entry % size, 0)  # live entries before that block
+    visited = jnp.minimum(1 + (older + size - 1) // size, blocks)
+
+    def live(first):
+        """Of `size` entries from `first` on, those that a slot sees."""
+        age = (entry - first - jnp.arange(size)) % length
+        return age[None, None] <= position[..., None]
+
+    read = _take(prompt_mask, prompt)
+    scores_of = jax.vmap(attention.grouped_scores)
+
+    def mask(scores, visible):
+        return jnp.where(visible[:, :, None, None, None], scores, attention.MASKED)
+
+    def in_blocks(q, cache, layer, prompt_keys, prompt_values):
+        scores = mask(scores_of(q, prompt_keys), read)
+        top = scores.max(-1, keepdims=True)
+        weights = jnp.exp(scores - top)
+
+        def weighed(weights, values):
+            weights = weights.astype(values.dtype)
+            product = "zbkgst,zbkth->zbkgsh"
+            return jnp.einsum(product, weights, values, preferred_element_type=jnp.float32)
+
+        def visit(number, state):
+            top, total, context = state
+            first = (newest - number) % blocks * size
+            keys, values = attention.entries(cache, layer, first, size)
+            scores = mask(scores_of(q, keys), live(first))
+            higher = jnp.maximum(top, scores.max(-1, keepdims=True))
+            weights, before = jnp.exp(scores - higher), jnp.exp(top - higher)
+            total = before * total + weights.sum(-1, keepdims=True)
+            return higher, total, before * context + weighed(weights, values)
+
+        start = top, weights.sum(-1, keepdims=True), weighed(weights, prompt_values)
+        _, total, context = jax.lax.fori_loop(0, visited, visit, start)
+        context = jnp.moveaxis((context / total).astype(q.dtype), -2, 2)
+        return context.reshape(*context.shape[:3], -1, context.shape[-1])
 
     def attend(q, k, v, cache, layer, prefix):
         # What a broken response leaves behind must not reach the slot's next one as 0 * NaN.
@@ -159,10 +203,13 @@ def decode_attention(
             attention.write(cache[1], layer, v[..., None, :], (0, 0, 0, entry, 0)),
         )
         cache = jax.lax.optimization_barrier(cache)
-        keys, values = (c[layer] for c in cache)
         prompt_keys, prompt_values = (_take(x, prompt) for x in prefix)
-        scores = [jax.vmap(attention.grouped_scores)(q[:, :, None], x) for x in (prompt_keys, keys)]
-        scores = jnp.where(visible, jnp.concatenate(scores, -1), attention.MASKED)
+        if blocks > 1:
+            out = in_blocks(q[:, :, None], cache, layer, prompt_keys, prompt_values)
+            return out[:, :, 0], cache
+        keys, values = (c[layer] for c in cache)
+        scores = jnp.concatenate([scores_of(q[:, :, None], x) for x in (prompt_keys, keys)], -1)
+        scores = mask(scores, jnp.concatenate([read, live(0)], -1))
         weights = jnp.split(jax.nn.softmax(scores, -1), [prompt_keys.shape[-1]], -1)
         context = jax.vmap(attention.grouped_context)
         out = context(weights[0], prompt_values) + context(weights[1], values)
@@ -255,6 +302,7 @@ def sample(
         return jnp.repeat(to_shards(x), c.group_size, axis=1)
 
     prefix, prompt_experts = read_prompts(policy, prompts, prompt_mask)
+    policy = for_decoding(policy)
 
     def to_prompts(x):  # [..., Q, K, T, H] -> [..., Z, q, K, T, H]
         lead = x.shape[:-4]

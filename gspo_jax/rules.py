@@ -134,11 +134,16 @@ def _impossible_throughout(c: "TrainConfig") -> Iterator[str]:
             yield f"policy.{key}={getattr(p, key)!r}: must be 'float32' or 'bfloat16'"
     if p.grouped_matmul not in ("auto", "ragged", "padded"):
         yield f"policy.grouped_matmul={p.grouped_matmul!r}: must be 'auto', 'ragged' or 'padded'"
+    if p.attention not in ("auto", "plain", "splash"):
+        yield f"policy.attention={p.attention!r}: must be 'auto', 'plain' or 'splash'"
     if p.unroll < 1:
         yield f"policy.unroll={p.unroll}: must be at least 1"
 
+    yield from divides("rollout.prompts", r.prompts, "mesh.fsdp * mesh.expert", m.shards)
     by_key = "updates.minibatches * mesh.fsdp * mesh.expert"
-    yield from divides("rollout.prompts", r.prompts, by_key, u.minibatches * m.shards)
+    responses = r.prompts * max(r.group_size, 1)
+    key = "rollout.prompts * rollout.group_size"
+    yield from divides(key, responses, by_key, u.minibatches * m.shards)
     yield from divides("rollout.slots", r.slots, "mesh.fsdp * mesh.expert", m.shards)
     yield from divides("updates.micro_batch", u.micro_batch, "mesh.fsdp * mesh.expert", m.shards)
     yield from divides("cold_start.batch", c.cold_start.batch, "mesh.fsdp * mesh.expert", m.shards)

@@ -6,11 +6,12 @@ where unused: "fsdp" splits the batch and every weight, "expert" splits the batc
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as Spec
 from jax.typing import DTypeLike
@@ -19,25 +20,36 @@ AXES = ("fsdp", "expert", "tensor")
 DATA = ("fsdp", "expert")  # the axes that split a batch
 
 
-def make_mesh(fsdp: int = 1, expert: int = 1, tensor: int = 1) -> Mesh:
+def make_mesh(
+    fsdp: int = 1, expert: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
     """A mesh of explicit axes over the first fsdp * expert * tensor devices.
 
     Each data shard lies in one process, so that every response is judged once.
 
+    Args:
+      devices: default: those there are.
     Raises:
       ValueError: there are too few devices, or several processes and the mesh leaves some out or
         cannot keep its data shards in one each.
     """
     shape = (fsdp, expert, tensor)
     needed = math.prod(shape)
-    if needed > jax.device_count():
+    if devices is None and needed > jax.device_count():
         raise ValueError(
             f"mesh {dict(zip(AXES, shape, strict=True))} needs {needed} devices, "
             f"{jax.device_count()} are visible: lower mesh.fsdp, mesh.expert or mesh.tensor"
         )
     types = (AxisType.Explicit,) * 3
-    if jax.process_count() == 1:
-        return jax.make_mesh(shape, AXES, types, devices=jax.devices()[:needed])
+    slices = len({getattr(d, "slice_index", 0) for d in devices or jax.devices()})
+    if slices > 1:  # joined by a slower network: only gradients and gathered weights cross it
+        if fsdp % slices:
+            raise ValueError(f"mesh.fsdp={fsdp}: must be a multiple of the {slices} slices")
+        inside, across = (fsdp // slices, expert, tensor), (slices, 1, 1)
+        found = mesh_utils.create_hybrid_device_mesh(inside, across, devices or jax.devices())
+        return Mesh(found, AXES, types)
+    if devices is not None or jax.process_count() == 1:
+        return jax.make_mesh(shape, AXES, types, devices=(devices or jax.devices())[:needed])
     if needed < jax.device_count():
         raise ValueError(
             f"mesh {dict(zip(AXES, shape, strict=True))} is for {needed} devices, the "
@@ -63,6 +75,12 @@ def _shards_are_local(mesh: Mesh) -> bool:
         len({d.process_index for d in row}) == 1
         for row in mesh.devices.reshape(-1, mesh.shape["tensor"])
     )
+
+
+def platform() -> str:
+    """Of the current mesh, "cpu" or "tpu": what is compiled for, not where."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device.platform if device else jax.default_backend()
 
 
 def abstract_mesh(fsdp: int, expert: int, tensor: int) -> AbstractMesh:
@@ -143,6 +161,11 @@ def take_rows(rows: jax.Array, index: jax.Array) -> jax.Array:
     return taken.reshape(shape, out_sharding=Spec(DATA, None, *spec[1:]))
 
 
+def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes that an entry of a Spec names."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
 def gathered(weight: jax.Array, spec: Spec, dtype: DTypeLike, reduce_dtype: DTypeLike) -> jax.Array:
     """The weight in `dtype`, gathered over the data axes that `spec` does not name.
 
@@ -151,7 +174,7 @@ def gathered(weight: jax.Array, spec: Spec, dtype: DTypeLike, reduce_dtype: DTyp
     nothing to add up, and nothing is cast.
     """
     shape = jax.sharding.get_abstract_mesh().shape
-    axes = {axis for axis in DATA if axis not in spec}
+    axes = set(DATA) - {axis for entry in spec for axis in axes_of(entry)}
     if all(shape[axis] == 1 for axis in axes):
         return reshard(weight.astype(dtype), spec)
     split, own = jax.typeof(weight).sharding.spec, weight.dtype

@@ -71,7 +71,14 @@ def _run(path: str) -> tuple[Path | None, int | None]:
 
 def _unlike(ours: PolicyConfig, theirs: PolicyConfig) -> list[str]:
     """In what the shapes of two policies differ."""
-    free = {"compute_dtype", "reduce_dtype", "remat", "unroll", "grouped_matmul"}  # no tensor's
+    free = {
+        "compute_dtype",
+        "reduce_dtype",
+        "remat",
+        "unroll",
+        "grouped_matmul",
+        "attention",
+    }  # no tensor's
     if ours.max_positions <= theirs.max_positions:
         free |= {"max_positions"}
     if ours.stacks == theirs.stacks:  # the same layers have experts, however that is said

@@ -218,9 +218,12 @@ def _accumulated(
         (grads, metrics), (more, seen) = total, one(number)
         return jax.tree.map(jnp.add, grads, more), merge(metrics, seen)
 
-    _, metrics = jax.eval_shape(one, 0)
-    start = jax.tree.map(jnp.zeros_like, (model, prefix)), empty_like(metrics)
-    (grads, to_prefix), metrics = jax.lax.fori_loop(0, packed.used, accumulate, start)
+    if micros.rows.tokens.shape[0] == 1:  # then there need be nothing to add to
+        (grads, to_prefix), metrics = one(0)
+    else:
+        _, metrics = jax.eval_shape(one, 0)
+        start = jax.tree.map(jnp.zeros_like, (model, prefix)), empty_like(metrics)
+        (grads, to_prefix), metrics = jax.lax.fori_loop(0, packed.used, accumulate, start)
     return jax.tree.map(jnp.add, grads, *read_back(to_prefix)), metrics
 
 

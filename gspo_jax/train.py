@@ -55,6 +55,7 @@ CHANGEABLE = (
     "policy.remat",
     "policy.unroll",
     "policy.grouped_matmul",
+    "policy.attention",
 )
 MAX_BROKEN_STEPS = 3  # steps in a row in which no minibatch had a finite gradient
 

@@ -54,6 +54,7 @@ REFILL, TURNS, ROLLOUT = (f"gspo_jax/{x}.py" for x in ("refill", "turns", "rollo
 CONFIG, RULES, TRAIN, PHASES = (f"gspo_jax/{x}.py" for x in ("config", "rules", "train", "phases"))
 TEXT, POOL, WORKER = (f"gspo_jax/rewards/{x}.py" for x in ("text", "pool", "worker"))
 PROMPTS, SOURCES = (f"gspo_jax/data/{x}.py" for x in ("prompts", "sources"))
+ATTENTION = "gspo_jax/model/attention.py"
 PACKING, TRANSFORMER = "gspo_jax/packing.py", "gspo_jax/model/transformer.py"
 PROBES, DIAGNOSED = "gspo_jax/probes.py", "test_diagnose.py::test_"
 SHARDING = "gspo_jax/sharding.py"
@@ -216,17 +217,17 @@ MUTATIONS = [
     Mutation(
         "20",
         "responses of a row that see each other",
-        LOGPS,
-        "own = before[None] & (rows.segments[:, :, None] == rows.segments[:, None, :])",
-        "own = before[None] & (rows.segments[:, :, None] > 0)",
+        ATTENTION,
+        "visible = before[None] & (segments[:, :, None] == segments[:, None, :])",
+        "visible = before[None] & (segments[:, :, None] > 0)",
         "test_step.py::test_item_19_log_probabilities_are_those_of_the_next_token",
     ),
     Mutation(
         "20",
         "responses that see the other prompt of their row",
-        LOGPS,
-        "(mine[..., None] & read[:, None])",
-        "(mine[..., None].any(2, keepdims=True) & read[:, None])",
+        ATTENTION,
+        "mine[..., None] & read[:, None]",
+        "mine[..., None].any(2, keepdims=True) & read[:, None]",
         "test_step.py::test_item_19_log_probabilities_are_those_of_the_next_token",
     ),
     Mutation(
@@ -563,7 +564,7 @@ MUTATIONS = [
         TRANSFORMER,
         "experts, routers = replay[routers : routers + layers], routers + layers",
         "experts = replay[:layers]",
-        f"{SCORED}[R3-a dense layer]",
+        f"{SCORED}[R3-a dense layer, unrolled, remat, micro-batches of 2]",
     ),
     Mutation(
         "PPO",
@@ -777,8 +778,8 @@ MUTATIONS = [
         "BITS",
         "a sampler in the trainer's precision",
         PHASES,
-        "weights=config.rollout.weights,",
-        "",
+        "record_experts=record, weights=weights)",
+        "record_experts=record)",
         "test_precision.py::test_training_samples_with_int8_and_held_out_scores_are_the_policys",
     ),
     Mutation(
@@ -1013,8 +1014,8 @@ MUTATIONS = [
         "30",
         "an entry of the ring that is another response's",
         ROLLOUT,
-        "live = age[None, None] <= position[..., None]",
-        "live = age[None, None] <= position[..., None] + 1",
+        "return age[None, None] <= position[..., None]",
+        "return age[None, None] <= position[..., None] + 1",
         f"{SAMPLED}[1.0]",
     ),
     Mutation(

@@ -1,12 +1,17 @@
 """Attention: a token sees the earlier tokens of its own sequence, wherever those lie in a row."""
 
+import functools
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as Spec
 
-from gspo_jax.model.attention import causal
+from gspo_jax.model import attention
+from gspo_jax.model.attention import causal, head_major
 from gspo_jax.model.moe import balance_loss
-from gspo_jax.sharding import to_devices
+from gspo_jax.sharding import DATA, make_mesh, to_devices
 from tiny import tiny_policy
 
 rng = np.random.default_rng(0)
@@ -140,3 +145,37 @@ def test_one_layer_agrees_with_float64(mesh, kv_heads):
         x = x + (gate / (1 + np.exp(-gate)) * (h @ ffn.up)) @ ffn.down
         expected = normalised(x, np.float64(policy.norm[...]))
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [40, 128, 600])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 2)])
+def test_the_kernel_and_the_plain_form_are_the_same(shape, width):
+    """Values and gradients, for rows of several responses to two prompts, pads anywhere."""
+    b, n, k, h, u, t = 2, 4, 2, 16, 2, 9
+    segments = np.sort(rng.integers(1, 5, (b, width)), 1).astype(np.int32)
+    segments[:, -7:], segments[0, :3] = 0, 0
+    which = (segments + np.arange(b)[:, None]) // 2 % 2
+    read = np.arange(t)[None, None] >= rng.integers(0, t, (b, u, 1))
+    sizes = (b, width, n, h), (b, width, k, h), (b, width, k, h), (b, u * t, k, h), (b, u * t, k, h)
+    floats = [rng.normal(size=size).astype(np.float32) for size in sizes]
+    cotangent = rng.normal(size=sizes[0]).astype(np.float32) * (segments > 0)[..., None, None]
+
+    def run(by_splash, integers, floats, cotangent):
+        see = attention.rows(*integers, by_splash, "tensor")
+
+        def total(q, k, v, keys, values):
+            k, v = (jnp.concatenate(x, 1) for x in ((keys, k), (values, v)))
+            context = see(q, *head_major(k, v))
+            return (context * cotangent).sum(), context
+
+        gradients, context = jax.grad(total, argnums=range(5), has_aux=True)(*floats)
+        return jnp.where(cotangent == 0, 0, context), gradients
+
+    mesh = make_mesh(*shape)
+    with jax.set_mesh(mesh):
+        integers = to_devices((segments, which.astype(np.int32), read), mesh)
+        rest = to_devices((floats, cotangent), mesh)
+        rest = jax.tree.map(lambda x: jax.reshard(x, Spec(DATA, None, "tensor")), rest)
+        found = [jax.jit(functools.partial(run, x))(integers, *rest) for x in (False, True)]
+    for plain, kernel in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(kernel, plain, rtol=0, atol=2e-5)

@@ -18,7 +18,6 @@ from ml_collections import ConfigDict
 from gspo_jax.cold_start import supervised_step
 from gspo_jax.config import differences, from_config_dict, load, to_dict
 from gspo_jax.data.prompts import WorkedBatch
-from gspo_jax.data.sources import Sources
 from gspo_jax.data.tokenizers import AsciiTokenizer
 from gspo_jax.evaluate import sampling_config
 from gspo_jax.model.transformer import Policy
@@ -51,7 +50,7 @@ def test_the_whole_step_of_every_config_type_checks_without_devices(path, mesh):
     optimizer = make_optimizer(config.optimizer)
     abstract = abstract_mesh(m.fsdp, m.expert, m.tensor)
     tokenizer = AsciiTokenizer(config.data.phrases)
-    sampling = sampling_config(config, Sources(tokenizer, None, None, {}))
+    sampling = sampling_config(config, tokenizer)
 
     def rows(dtype, *shape):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(abstract, Spec(DATA)))
@@ -148,7 +147,8 @@ def refusal(*overrides):
         ("rollout.weights='int4'", "'float32', 'bfloat16' or 'int8', or '' for"),
         ("policy.grouped_matmul='dense'", "'auto', 'ragged' or 'padded'"),
         ("policy.unroll=0", "at least 1"),
-        ("rollout.prompts=7", "updates.minibatches * mesh.fsdp * mesh.expert = 2; 6 or 8"),
+        ("rollout.prompts=7 mesh.fsdp=2", "mesh.fsdp * mesh.expert = 2; 6 or 8"),
+        ("updates.minibatches=3", "rollout.group_size=32: must be a multiple of updates.minib"),
         ("rollout.slots=63 mesh.expert=2", "mesh.fsdp * mesh.expert = 2; 62 or 64"),
         ("updates.micro_batch=31 mesh.fsdp=2", "mesh.fsdp * mesh.expert = 2; 30 or 32"),
         ("cold_start.batch=63 mesh.fsdp=2", "mesh.fsdp * mesh.expert = 2; 62 or 64"),

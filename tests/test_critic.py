@@ -665,6 +665,7 @@ def test_every_token_is_credited_with_its_own_advantage(moved):
 # --- Runs ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_stopped_run_ends_as_if_it_had_not_been(tmp_path, monkeypatch):
     """Its critic is saved and goes on with the rest."""
     config = tiny_configs(tmp_path / "data")(

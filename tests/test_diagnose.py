@@ -87,7 +87,7 @@ def leaves(tree):
 # ---------------------------------------------------------------- parts of a gradient
 
 
-@pytest.mark.parametrize("name", ["gspo", "grpo"])
+@pytest.mark.parametrize("name", ["gspo", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_the_parts_of_a_gradient_add_up(name, lab):
     diagnosis, drawn, _, moved = lab
     gradient = functools.partial(diagnosis.gradient, name, moved, drawn, 1)

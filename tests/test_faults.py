@@ -6,6 +6,7 @@ one directory are in test_train.py; single damaged files in test_checkpoint.py.
 
 import contextlib
 import errno
+import functools
 import logging
 import os
 import re
@@ -102,6 +103,8 @@ def die():
     raise Killed
 
 
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
 # ---------------------------------------------------------------- the reward function
 
 
@@ -110,8 +113,8 @@ def die():
     ("workers", "how", "error"),
     [
         (0, "raise", r"the reward function failed: ZeroDivisionError\('division by zero'\)"),
-        (0, "pair", "reward returned 150 rewards for 32 responses"),
-        (0, "text", "reward returned 1 rewards for 32 responses"),
+        slow(0, "pair", "reward returned 150 rewards for 32 responses"),
+        slow(0, "text", "reward returned 1 rewards for 32 responses"),
         (1, "raise", r"was given one response, task \w+, response .* ZeroDivisionError"),
     ],
 )
@@ -140,7 +143,7 @@ def test_a_mistake_of_the_reward_function_stops_the_run_which_goes_on_when_it_is
 @each_loop
 @pytest.mark.parametrize(
     ("how", "why"),
-    [("hang", "not judged within 3 s"), ("die", "killed its process (exit code 3)")],
+    [("hang", "not judged within 3 s"), slow("die", "killed its process (exit code 3)")],
 )
 def test_a_response_on_which_the_reward_function_hangs_or_dies_has_no_reward(
     loop, how, why, config, workdir, fault, monkeypatch, caplog
@@ -170,6 +173,7 @@ def test_a_terminated_run_saves_its_dispatch_and_goes_on(config, finished, workd
     same_run(workdir, finished["fused"], config("fused"))
 
 
+@pytest.mark.slow
 def test_gradients_that_stay_non_finite_stop_the_fused_loop_too(config, workdir, monkeypatch):
     def poisoned(*args, config):
         batches = score(*args, config=config)
@@ -264,11 +268,11 @@ def test_a_save_that_fails_is_noticed_before_the_next_one(tmp_path):
 def test_a_state_is_saved_while_the_loop_goes_on_and_its_rollout_only_then(tmp_path, monkeypatch):
     delay, write = 3.0, async_path.write_text
 
-    async def slow(path, *args):
+    async def slowly(path, *args):
         time.sleep(delay)
         return await write(path, *args)
 
-    monkeypatch.setattr(async_path, "write_text", slow)
+    monkeypatch.setattr(async_path, "write_text", slowly)
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         begun = time.monotonic()
         checkpoints.save_state(0, TREE, {})
@@ -377,7 +381,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", [x if x in ("full disk", "in use") else slow(x) for x in COMMANDS])
 def test_the_command_ends_with_a_message_and_an_exit_code(
     name, config, finished, workdir, fault, tmp_path_factory
 ):

@@ -287,6 +287,7 @@ def test_runs_in_both_loops_report_the_same(data_dir, tmp_path):
             assert found == pytest.approx(expected, rel=1e-3, abs=1e-6), name
 
 
+@pytest.mark.slow
 def test_token_rewards_serve_both_loops(data_dir, tmp_path):
     """With the same rewards; that of two phases is a program of its own."""
     rewards = "reward.tokens=tiny:length_of"

@@ -190,7 +190,15 @@ def test_wrong_arguments_are_refused(judge):
         Judge(scripted, workers=1, timeout=float("nan"))
 
 
-def test_an_interrupted_wait_ends_and_leaves_no_process():
+@pytest.fixture
+def interruptible():
+    """In the background of a shell SIGINT is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupted_wait_ends_and_leaves_no_process(interruptible):
     with pytest.raises(KeyboardInterrupt), Judge(scripted, workers=2, timeout=WAIT) as judge:
         pending = submit(judge, ["sleep 1000"])
         eventually(lambda: len(judge._workers) == 2)

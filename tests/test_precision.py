@@ -29,7 +29,7 @@ from gspo_jax.model.transformer import Policy
 from gspo_jax.phases import TwoPhase
 from gspo_jax.reward import TextReward, open_judge
 from gspo_jax.rollout import compute_copy, sample
-from gspo_jax.sharding import make_mesh, to_devices, to_host
+from gspo_jax.sharding import AXES, axes_of, make_mesh, to_devices, to_host
 from gspo_jax.train import train
 from runs import cheap_runs, metrics, saved, tiny_configs
 from tiny import tiny_config, tiny_policy
@@ -44,7 +44,8 @@ def matrices(policy, split=()):
     for name, leaf in named_leaves(policy):
         if "norm" not in name:
             lead = 1 if name.startswith("stacks") else 0
-            spec = Spec(*(axis if axis in split else None for axis in leaf.sharding.spec))
+            kept = [[a for a in axes_of(axes) if a in split] for axes in leaf.sharding.spec]
+            spec = Spec(*(tuple(axes) or None for axes in kept))
             mesh = jax.sharding.get_mesh()
             yield name, NamedSharding(mesh, spec).shard_shape(leaf.shape)[lead:]
 
@@ -136,13 +137,10 @@ def sampled(weights, shape=(1, 1, 1)):
         inputs = to_devices((*test_rollout.prompts(), groups), mesh)
         args = policy, *inputs, jax.random.key(0)
         program = test_rollout.sampler.lower(*args, config=config).compile()
-        inside = {
-            name: (alike(shard), alike(whole))
-            for (name, shard), (_, whole) in zip(
-                matrices(policy, ("fsdp", "expert", "tensor")),
-                matrices(policy, ("expert", "tensor")),
-                strict=True,
-            )
+        stored = dict(matrices(policy, AXES))
+        inside = {  # experts stay where they are, the rest is gathered once
+            name: (alike(stored[name]), alike(stored[name] if ".ffn." in name else whole))
+            for name, whole in matrices(policy, ("tensor",))
             if name.startswith("stacks") and "router" not in name
         }
         return to_host(program(*args)), program.as_text(), inside
@@ -159,10 +157,10 @@ def test_the_decode_loop_holds_int8_and_no_float_of_it(shape):
     """The compiler must not dequantise before the loop; what is split is gathered in int8."""
     _, text, inside = sampled("int8", shape)
     held = decode_loop(text)
-    for name, (shard, whole) in inside.items():
-        assert held["s8", shard], name
+    for name, (_, whole) in inside.items():
+        assert held["s8", whole], name
         for kind in ("f32", "bf16"):
-            assert not held[kind, shard] and not held[kind, whole], name
+            assert not held[kind, whole], name
     gathers = arrays("".join(re.findall(r"= \S+ all-gather\(", text)))
     split = {whole for shard, whole in inside.values() if shard != whole}
     assert all(gathers["s8", whole] and not gathers["f32", whole] for whole in split)
@@ -172,7 +170,7 @@ def test_the_decode_loop_holds_int8_and_no_float_of_it(shape):
 def test_the_decode_loop_holds_bfloat16_and_no_float32_of_it():
     _, text, inside = sampled("bfloat16")
     held = decode_loop(text)
-    for name, (shape, _) in inside.items():
+    for name, (_, shape) in inside.items():
         assert held["bf16", shape] and not held["f32", shape], name
     slots, kv_heads, head_dim = 4, 2, 16
     cache = alike((slots, kv_heads, head_dim, test_rollout.R))
@@ -266,7 +264,7 @@ def reduced(reduce_dtype, shape):
 
 
 @pytest.mark.parametrize("shape", EIGHT)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_gradients_are_added_up_over_devices_in_the_type_that_is_asked_for(dtype, shape):
     """Those of every weight but the norms', once it is gathered."""
     _, sums, whole = reduced(dtype, shape)

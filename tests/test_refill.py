@@ -146,6 +146,7 @@ def test_a_run_tries_again_until_groups_have_signal(finished):
     assert min(line["group_constant"] for line in steps(finished)) < 0.4
 
 
+@pytest.mark.slow
 def test_both_loops_try_the_same(finished, config, tmp_path):
     train(config(RARE, "fused_steps=1"), tmp_path)
     one, two = steps(tmp_path)[0], steps(finished)[0]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as Spec
 
+import gspo_jax.rollout
 from gspo_jax.logps import response_logps
 from gspo_jax.model.attention import causal
 from gspo_jax.prefix import read_prompts
@@ -118,6 +119,36 @@ def test_item_35_other_policies(mesh, variant):
     r = run(CONFIG, policy)
     np.testing.assert_allclose(r.logps[r.mask], score(r, policy).logps[r.mask], rtol=0, atol=1e-5)
     assert (r.experts is None) == ("num_experts" in variant)
+
+
+@pytest.mark.parametrize(("block", "unroll"), [(2, 1), (5, 2)], ids=["scanned", "unrolled"])
+def test_a_long_ring_is_read_in_blocks_as_far_as_it_is_live(mesh, monkeypatch, block, unroll):
+    """Slots that begin anew let the ring wrap: responses outnumber them three to one."""
+    monkeypatch.setattr(gspo_jax.rollout, "RING_BLOCK", block)
+    policy = policy_of(unroll=unroll)
+    inputs = to_devices((*prompts(), np.arange(Q, dtype=np.int32)), mesh)
+    config = dataclasses.replace(CONFIG, slots=5)
+    own = jax.jit(functools.partial(sample, config=config))  # compiled with this block
+    r = to_host(own(policy, *inputs, jax.random.key(0)))
+    assert r.iterations > 2 * R
+    np.testing.assert_array_equal(r.responses, rollout().responses)
+    np.testing.assert_allclose(r.logps, rollout().logps, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "experts", "width"),
+    [
+        pytest.param((2, 2, 2), 2, 16, id="width over expert and tensor"),
+        pytest.param((8, 1, 1), 4, 16, id="gathered", marks=pytest.mark.slow),
+        pytest.param((2, 4, 1), 2, 16, id="width over expert", marks=pytest.mark.slow),
+    ],
+)
+def test_experts_lie_elsewhere_in_decoding_and_serve_the_same(shape, experts, width):
+    with jax.set_mesh(make_mesh(*shape)):
+        policy = policy_of(num_experts=experts, expert_width=width)
+        r = run(CONFIG, policy)
+        logps = score(r, policy).logps
+    np.testing.assert_allclose(r.logps[r.mask], logps[r.mask], rtol=0, atol=1e-5)
 
 
 def test_greedy_is_the_argmax_of_the_full_forward_pass(mesh):
@@ -298,7 +329,8 @@ def test_item_06_a_broken_response_does_not_reach_the_next_in_its_slot(mesh):
     policy = policy_of()
     embedding = np.array(policy.embedding[...])
     embedding[bad] = np.nan
-    policy.embedding[...] = to_devices(embedding, mesh, Spec("tensor", "fsdp"))
+    spec = jax.typeof(policy.embedding[...]).sharding.spec
+    policy.embedding[...] = to_devices(embedding, mesh, spec)
     r = run(dataclasses.replace(CONFIG, slots=1), policy)
     touched = (read == bad).any(1)
     assert touched.any() and np.isnan(r.logps[touched]).any(1).all()

@@ -288,6 +288,7 @@ SLOW = {
     "micro-batches of 2, chunks of 5",
     "bfloat16, also reduced, fsdp 2, expert 2, tensor 2",
     "a prompt read for each response",
+    "no experts, unrolled, remat",
 }
 
 
@@ -603,6 +604,7 @@ def test_item_14_responses_without_a_reward_drop_out(setting):
 # --- Updates -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_truncated_responses_are_not_trained_on_if_so_configured(setting):
     """As if they had no reward, but that their group counts them: here they are its mean."""
     rewards = np.tile(np.float32([0.0, 1.0, 0.5, 0.5]), B // GROUP)

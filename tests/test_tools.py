@@ -185,7 +185,7 @@ def test_what_a_tool_wrote_is_read_by_the_policy(mesh):
     np.testing.assert_allclose(r.logps[r.mask], found[r.mask], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("shape", SHAPES[1:])
+@pytest.mark.parametrize("shape", SHAPES[-1:])
 def test_meshes_do_not_change_what_a_tool_writes(shape):
     whole, found = rollout(tool=ECHO), rollout(shape, tool=ECHO)
     for name in ("responses", "mask", "drawn"):
@@ -228,6 +228,7 @@ def test_a_cold_start_does_not_teach_what_a_tool_writes(mesh):
     np.testing.assert_allclose(found, -np.array(logps)[drawn].mean(), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_worked_solutions_that_contradict_the_tool_are_refused(tmp_path):
     """They would teach how to go on from what never happens."""
     changes = (

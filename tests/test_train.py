@@ -425,6 +425,7 @@ def test_the_evaluate_command_reports_without_a_traceback(tmp_path):
 # ---------------------------------------------------------------- other policies, other meshes
 
 
+@pytest.mark.slow
 def test_a_policy_without_experts_runs(config, tmp_path):
     train(config(*SHORT, "policy.num_experts=0", "policy.dense_width=32"), tmp_path)
     line = next(x for x in metrics(tmp_path) if "reward" in x)
@@ -432,6 +433,7 @@ def test_a_policy_without_experts_runs(config, tmp_path):
     assert not [key for key in line if "expert" in key]
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_the_weights_of_a_folder(config, tmp_path):
     changed = config(*SHORT, *LIKE_FOLDER)
     train(changed, tmp_path)

@@ -161,13 +161,8 @@ def config(tmp_path_factory):
     return functools.partial(configs, *short, *turns)
 
 
-@pytest.mark.parametrize(
-    "reward",
-    [
-        "reward.text=tiny:variety",
-        pytest.param("reward.tokens=tiny:length_of", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("reward", ["reward.text=tiny:variety", "reward.tokens=tiny:length_of"])
 def test_turns_are_judged_in_both_loops(config, tmp_path, reward):
     """Prefixes of the response as well as the response; with the same result."""
     found = {}

@@ -70,20 +70,65 @@ def write(cache: Array | list[Array], layer: int | Array, x: Array, at: tuple) -
     return [*cache[:layer], new, *cache[layer + 1 :]]
 
 
-def causal(segments: Int[Array, "B S"]) -> Attend:
+def entries(cache: Cache, layer: int | Array, first: Array, count: int) -> tuple[Array, Array]:
+    """The keys and values of `count` entries of a layer, from number `first` on."""
+
+    def part(x, axis):
+        x, number = (x[layer][None], 0) if isinstance(x, list) else (x, layer)
+        at, shape = [number, *(0,) * (x.ndim - 1)], [1, *x.shape[1:]]
+        at[axis], shape[axis] = first, count
+        return jax.lax.dynamic_slice(x, at, shape)[0]
+
+    return part(cache[0], -1), part(cache[1], -2)
+
+
+def rows(
+    segments: Int[Array, "B C"],
+    which: Int[Array, "B C"],
+    read: Bool[Array, "B u T"],
+    by_splash: bool = False,
+    head_axis: str | None = None,
+) -> Callable[[Array, Array, Array], Array]:
+    """attend(q, k, v) of packed rows: q [B, C, N, H] on k [B, K, H, S] and v [B, K, S, H].
+
+    The S = u * T + C keys are those of u prompts, and then those of the row. A token sees the
+    prompt of its response, and of its response what is not after itself.
+
+    Args:
+      segments: 0 for a pad, whose context means nothing; otherwise the response in its row.
+      which: of the u prompts, that of the response.
+      read: the tokens of prompts that are no pads.
+      by_splash: the kernel for TPU, which keeps no scores; elsewhere it is interpreted.
+      head_axis: the mesh axis that splits heads.
+    """
+    if by_splash:
+        from gspo_jax.model.splash import splash  # imports Pallas
+
+        return splash(segments, which, read, head_axis)
+    size = segments.shape[1]
+    before = jnp.tril(jnp.ones((size, size), bool))
+    visible = before[None] & (segments[:, :, None] == segments[:, None, :])
+    mine = which[:, :, None] == jnp.arange(read.shape[1])[None, None]  # [B, C, u]
+    context = jnp.unstack(mine[..., None] & read[:, None], axis=2)
+    visible = jnp.concatenate([*context, visible], -1)[:, None, None]
+
+    def attend(q, k, v):
+        scores = jnp.where(visible, grouped_scores(q, k), MASKED)
+        return grouped_context(jax.nn.softmax(scores, -1), v)
+
+    return attend
+
+
+def causal(segments: Int[Array, "B S"], *how: Any) -> Attend:
     """Attention over whole sequences: a token sees those before it in its own segment.
 
     Args:
       segments: 0 for a pad, otherwise the sequence a token belongs to.
+      how: see rows.
     """
-    size = segments.shape[1]
-    before = jnp.tril(jnp.ones((size, size), bool))
-    same = segments[:, :, None] == segments[:, None, :]
-    visible: Bool[Array, "B S S"] = before[None] & same & (segments > 0)[:, None, :]
+    see = rows(segments, jnp.zeros_like(segments), segments[:, None, :0] > 0, *how)
 
     def attend(q, k, v, cache, layer, prefix):
-        k, v = head_major(k, v)
-        scores = jnp.where(visible[:, None, None], grouped_scores(q, k), MASKED)
-        return grouped_context(jax.nn.softmax(scores, -1), v), cache
+        return see(q, *head_major(k, v)), cache
 
     return attend

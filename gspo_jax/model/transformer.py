@@ -1,8 +1,10 @@
 """The policy: a Qwen3-MoE transformer (arXiv 2505.09388).
 
 Parameters are float32 and stacked over layers, [L, ...]; the forward pass scans over them and
-computes in `compute_dtype`. Weights are split over "fsdp" and "tensor" (experts over "expert");
-`_use` gathers one over "fsdp" where it is needed, and the gradient of it goes back there.
+computes in `compute_dtype`. Every weight is split over "fsdp", along the rows of its layer where
+their number allows it, so that the parts of a layer lie one after the other in memory; `_use`
+gathers one where it is needed, and the gradient of it goes back there. "tensor" splits heads,
+widths and vocabulary, "expert" the experts.
 """
 
 import dataclasses
@@ -21,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 from gspo_jax.model import moe
 from gspo_jax.model.attention import Attend, Cache, rotary, rotate
 from gspo_jax.model.int8 import Int8Weight
-from gspo_jax.sharding import DATA, gathered
+from gspo_jax.sharding import DATA, axes_of, gathered, platform
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +52,7 @@ class PolicyConfig:
     remat: bool = False
     unroll: int = 1  # layers per iteration of the scan; num_layers or more: no scan
     grouped_matmul: str = "auto"  # "ragged", "padded"; without a gradient "passes"
+    attention: str = "auto"  # of rows: "plain", or "splash", which keeps no scores; of TPU "splash"
 
     def is_sparse(self, layer: int) -> bool:
         """Whether a layer has experts."""
@@ -88,6 +91,12 @@ class PolicyConfig:
         return "tensor" if self.num_kv_heads > 1 else None
 
     @property
+    def attends(self) -> tuple[bool, str | None]:
+        """How rows attend: by the splash kernel or not, and `head_axis`."""
+        splash = self.attention == "splash" or (self.attention == "auto" and platform() == "tpu")
+        return splash, self.head_axis
+
+    @property
     def dtype(self) -> jnp.dtype:
         """The compute dtype."""
         return jnp.dtype(self.compute_dtype)
@@ -110,13 +119,40 @@ def _ones(*shape: int) -> nnx.Param:
     return nnx.Param(jnp.ones(shape, jnp.float32))
 
 
+def _rows(count: int) -> tuple[Any, Any]:
+    """How a matrix is split whose rows "tensor" splits: its rows over "fsdp" too, if that divides
+    them; else its columns."""
+    shape = jax.sharding.get_abstract_mesh().shape
+    if count % (shape["tensor"] * shape["fsdp"]) == 0:
+        return ("tensor", "fsdp"), None
+    return "tensor", "fsdp"
+
+
+def _experts(config: PolicyConfig) -> tuple[tuple, tuple, tuple]:
+    """How E, D and F of the experts are split: whole experts over all devices, if there are enough
+    of them; else "expert" splits their width, and then "fsdp" what they read and write."""
+    shape, c = jax.sharding.get_abstract_mesh().shape, config
+    if c.num_experts % (shape["expert"] * shape["fsdp"]) == 0:
+        return ("expert", "fsdp"), (), ("tensor",)
+    inner = shape["expert"] * shape["tensor"]
+    if c.num_experts % shape["fsdp"] == 0 and c.expert_width % inner == 0:
+        return ("fsdp",), (), ("expert", "tensor")
+    return ("expert",), ("fsdp",), ("tensor",)
+
+
 def _use(
-    param: nnx.Param | Int8Weight, config: PolicyConfig, dtype: DTypeLike, *spec: str | None
+    param: nnx.Param | Int8Weight,
+    config: PolicyConfig,
+    dtype: DTypeLike,
+    over: tuple[str, ...] = ("fsdp",),
 ) -> Array:
-    """The parameter in the type that is computed in, gathered over "fsdp"."""
+    """The parameter in the type that is computed in, gathered over mesh axes."""
+    spec = jax.typeof(param.values if isinstance(param, Int8Weight) else param[...]).sharding.spec
+    kept = (tuple(a for a in axes_of(entry) if a not in over) or None for entry in spec)
+    spec = Spec(*(entry[0] if entry and len(entry) == 1 else entry for entry in kept))
     if isinstance(param, Int8Weight):
-        return param.gathered(Spec(*spec), dtype)
-    return gathered(param[...], Spec(*spec), dtype, config.reduce_dtype)
+        return param.gathered(spec, dtype)
+    return gathered(param[...], spec, dtype, config.reduce_dtype)
 
 
 def rms_norm(x: Float[Array, "*lead D"], scale: Float[Array, " D"], eps: float) -> Array:
@@ -135,7 +171,8 @@ class Attention(nnx.Module):
     def __init__(self, config: PolicyConfig, layers: int, rngs: nnx.Rngs):
         c, self.config = config, config
         d, n, k, h = c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim
-        inner, outer = Spec(None, "fsdp", "tensor", None), Spec(None, "tensor", None, "fsdp")
+        inner, (rows, columns) = Spec(None, "fsdp", "tensor", None), _rows(n)
+        outer = Spec(None, rows, None, columns)
         self.query = _normal(rngs, (layers, d, n, h), d, inner)
         self.key = _normal(rngs, (layers, d, k, h), d, inner)
         self.value = _normal(rngs, (layers, d, k, h), d, inner)
@@ -147,7 +184,7 @@ class Attention(nnx.Module):
         c = self.config
 
         def heads(weight, scale=None):
-            weight = _use(weight, c, x.dtype, None, "tensor", None)
+            weight = _use(weight, c, x.dtype)
             y = jnp.einsum("bsd,dnh->bsnh", x, weight)
             if scale is not None:
                 y = rotate(rms_norm(y, scale[...], c.norm_eps), angles)
@@ -155,7 +192,7 @@ class Attention(nnx.Module):
 
         q, k = heads(self.query, self.query_norm), heads(self.key, self.key_norm)
         context, cache = attend(q, k, heads(self.value), cache, layer, prefix)
-        out = _use(self.out, c, x.dtype, "tensor", None, None)
+        out = _use(self.out, c, x.dtype)
         return jnp.einsum("bsnh,nhd->bsd", context, out, out_sharding=Spec(DATA)), cache
 
 
@@ -167,27 +204,30 @@ class DenseFFN(nnx.Module):
         d, f = config.hidden_size, config.dense_width
         self.gate = _normal(rngs, (layers, d, f), d, Spec(None, "fsdp", "tensor"))
         self.up = _normal(rngs, (layers, d, f), d, Spec(None, "fsdp", "tensor"))
-        self.down = _normal(
-            rngs, (layers, f, d), f * config.residual_terms, Spec(None, "tensor", "fsdp")
-        )
+        outer = Spec(None, *_rows(f))
+        self.down = _normal(rngs, (layers, f, d), f * config.residual_terms, outer)
 
     def __call__(self, x, segments, count, replay):
-        gate, up = (_use(w, self.config, x.dtype, None, "tensor") for w in (self.gate, self.up))
+        gate, up = (_use(w, self.config, x.dtype) for w in (self.gate, self.up))
         hidden = jax.nn.silu(x @ gate) * (x @ up)
-        down = _use(self.down, self.config, x.dtype, "tensor", None)
+        down = _use(self.down, self.config, x.dtype)
         return jnp.einsum("bsf,fd->bsd", hidden, down, out_sharding=Spec(DATA)), None
 
 
 class ExpertFFN(nnx.Module):
-    """A router and its SwiGLU experts."""
+    """A router and its SwiGLU experts.
+
+    Attributes:
+      gathers: the mesh axes over which experts are gathered before they serve; none in decoding.
+    """
+
+    gathers = ("fsdp",)
 
     def __init__(self, config: PolicyConfig, layers: int, rngs: nnx.Rngs):
         c, self.config = config, config
         d, f, e = c.hidden_size, c.expert_width, c.num_experts
-        wide, narrow = (
-            Spec(None, "expert", "fsdp", "tensor"),
-            Spec(None, "expert", "tensor", "fsdp"),
-        )
+        experts, model, width = _experts(c)
+        wide, narrow = Spec(None, experts, model, width), Spec(None, experts, width, model)
         self.router = _normal(rngs, (layers, d, e), d, Spec(None, "fsdp", None))
         self.gate = _normal(rngs, (layers, e, d, f), d, wide)
         self.up = _normal(rngs, (layers, e, d, f), d, wide)
@@ -195,11 +235,11 @@ class ExpertFFN(nnx.Module):
 
     def __call__(self, x, segments, count, replay):
         c = self.config
-        router = _use(self.router, c, jnp.float32, None, None)
+        router = _use(self.router, c, jnp.float32)
         routing = moe.route(x, router, c.experts_per_token, c.norm_topk, replay)
-        wide, narrow = ("expert", None, "tensor"), ("expert", "tensor", None)
-        gate, up = (_use(w, c, x.dtype, *wide) for w in (self.gate, self.up))
-        down = _use(self.down, c, x.dtype, *narrow)
+        gate, up, down = (
+            _use(w, c, x.dtype, self.gathers) for w in (self.gate, self.up, self.down)
+        )
         y = moe.mix_experts(x, routing, segments > 0, gate, up, down, c.grouped_matmul)
         return y, Routed(routing.chosen, moe.segment_load(routing, segments, count))
 
@@ -233,15 +273,12 @@ class Policy(nnx.Module):
 
     def __init__(self, config: PolicyConfig, rngs: nnx.Rngs):
         c, self.config = config, config
-        self.embedding = _normal(
-            rngs, (c.vocab_size, c.hidden_size), c.hidden_size, Spec("tensor", "fsdp")
-        )
+        spec = Spec(*_rows(c.vocab_size))
+        self.embedding = _normal(rngs, (c.vocab_size, c.hidden_size), c.hidden_size, spec)
         self.stacks = nnx.List([Block(c, sparse, layers, rngs) for sparse, layers in c.stacks])
         self.norm = _ones(c.hidden_size)
         if not c.tied:
-            self.head = _normal(
-                rngs, (c.vocab_size, c.hidden_size), c.hidden_size, Spec("tensor", "fsdp")
-            )
+            self.head = _normal(rngs, (c.vocab_size, c.hidden_size), c.hidden_size, spec)
 
     def __call__(
         self,
@@ -270,7 +307,7 @@ class Policy(nnx.Module):
           Hidden states, the cache, and what the routers did (None without sparse layers).
         """
         c = self.config
-        embedding = _use(self.embedding, c, c.dtype, None, None)
+        embedding = _use(self.embedding, c, c.dtype, ("fsdp", "tensor"))
         x = embedding.at[tokens].get(out_sharding=Spec(DATA))
         angles = rotary(positions, c.head_dim, c.rope_theta)
 
@@ -314,7 +351,7 @@ class Policy(nnx.Module):
     def logits(self, hidden: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
         """Output projection, accumulated and returned in float32."""
         weight = self.embedding if self.config.tied else self.head
-        head = _use(weight, self.config, hidden.dtype, "tensor", None)
+        head = _use(weight, self.config, hidden.dtype)
         return jnp.einsum("bsd,vd->bsv", hidden, head, preferred_element_type=jnp.float32)
 
 
@@ -344,6 +381,36 @@ def layer_by_layer(policy: Policy, **changes: Any) -> Policy:
     for block in split.stacks:
         block.ffn.config = dataclasses.replace(policy.config, **changes)
     return split
+
+
+def for_decoding(policy: Policy) -> Policy:
+    """The policy laid out so that a token moves no weights: experts stay where they are, and every
+    device has all of the rest that "tensor" does not split.
+
+    Experts that are split along what they read and write are gathered for each token, as they are
+    in training: num_experts should be a multiple of mesh.fsdp * mesh.expert, or of mesh.fsdp.
+    """
+    stay = not _experts(policy.config)[1]
+
+    def lay(path, param):
+        name = jax.tree_util.keystr(path[-1:], simple=True)
+        if stay and name in ("gate", "up", "down") and jax.tree.leaves(param)[0].ndim == 4:
+            return param
+        kept = () if name == "embedding" and not policy.config.tied else ("tensor",)
+
+        def move(x):
+            spec = map(axes_of, jax.typeof(x).sharding.spec)
+            return reshard(x, Spec(*(next((a for a in kept if a in axes), None) for axes in spec)))
+
+        return jax.tree.map(move, param)
+
+    copy = jax.tree_util.tree_map_with_path(
+        lay, policy, is_leaf=lambda x: isinstance(x, nnx.Variable | Int8Weight)
+    )
+    for block in copy.stacks:
+        if stay and isinstance(block.ffn, ExpertFFN):
+            block.ffn.gathers = ()
+    return copy
 
 
 def init_policy(config: PolicyConfig, seed: int) -> Policy:
