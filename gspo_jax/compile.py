@@ -102,7 +102,7 @@ class Work:
             shared + sparse * p.experts_per_token * expert + vocabulary,
         )
 
-    def forward(self, tokens: float, context: float) -> float:
+    def forward(self, tokens: int, context: float) -> float:
         """Operations of a forward pass of tokens that see `context` others each."""
         p = self.config.policy
         attention = 4 * p.num_layers * p.num_heads * p.head_dim * context
@@ -152,7 +152,7 @@ class Work:
     def trips(self, name: str) -> float:
         """How often a loop is run whose end is found as it goes: tokens, or micro-batches."""
         if "decode" in name:
-            return self.iterations
+            return float(self.iterations)
         c = self.config
         return self.responses / c.updates.minibatches / c.updates.micro_batch
 
@@ -201,7 +201,8 @@ def measure(job: Job, name: str, work: Work) -> dict[str, Any]:
         return {"fits": False, "compile_s": _since(started), **_too_big(str(error))}
     memory, chip = compiled.memory_analysis(), work.slice.chip
     peak = memory.peak_memory_in_bytes / GIB
-    moved = collective_bytes(compiled.as_text(), work.trips)
+    text = compiled.as_text()
+    moved = collective_bytes(text, work.trips)
     devices = work.slice.devices / work.slice.chips
     bounds = {
         "compute": work.flops(name) / (chip.tflops / devices * 1e12),
@@ -218,7 +219,7 @@ def measure(job: Job, name: str, work: Work) -> dict[str, Any]:
         "temporary_gib": memory.temp_size_in_bytes / GIB,
         "aliased": memory.alias_size_in_bytes / max(memory.output_size_in_bytes, 1),
         "flops": work.flops(name),
-        "flops_sparse": _is_sparse(compiled.cost_analysis()["flops"], job, name, work),
+        "flops_sparse": not work.config.policy.num_sparse_layers or is_sparse(text),
         "collective_bytes": moved,
         "roofline_s": bounds,
     }
@@ -228,17 +229,10 @@ def _since(started: float) -> float:
     return round(time.perf_counter() - started, 1)
 
 
-def _is_sparse(flops: float, job: Job, name: str, work: Work) -> bool:
-    """Whether the compiler counts fewer operations (a loop's once) than a single layer had that
-    computed every expert for every token of a micro-batch, or of the slots."""
-    c, p = work.config, work.config.policy
-    if not p.num_sparse_layers:
-        return True
-    rows = c.updates.micro_batch * c.rollout.response_length
-    if name == "rollout":
-        rows = c.rollout.prompts * (c.rollout.prompt_length - 1)
-    every = 6 * p.num_experts * p.hidden_size * p.expert_width
-    return flops < rows * every / work.slice.devices
+def is_sparse(text: str) -> bool:
+    """Whether a compiled program multiplies the rows of experts by the sparse kernel; the compiler
+    else puts a product with all experts in its place."""
+    return re.search(r"%ragged-dot[\w.\-]* = \S+ custom-call\(", text) is not None
 
 
 def _too_big(message: str) -> dict[str, Any]:

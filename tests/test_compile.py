@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import gspo_jax.program
 from gspo_jax import topology
-from gspo_jax.compile import Work, report, table
+from gspo_jax.compile import Work, is_sparse, report, table
 from gspo_jax.config import load
 from gspo_jax.hlo import collective_bytes
 from gspo_jax.model.transformer import Policy
@@ -127,14 +128,12 @@ def test_parameters_are_counted_as_they_are(policy):
 
 def on_slice(text, function, *shapes):
     """The function compiled for a slice, its arguments on every device."""
-    from gspo_jax.program import compiler_options
-
     wanted = topology.parse(text)
     mesh = topology.slice_mesh(wanted, wanted.devices, 1, 1)
     with jax.set_mesh(mesh):
         replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         args = [jax.ShapeDtypeStruct(s, d, sharding=replicated) for s, d in shapes]
-        return jax.jit(function).lower(*args).compile(compiler_options())
+        return jax.jit(function).lower(*args).compile(gspo_jax.program.compiler_options())
 
 
 @pytest.mark.tpu
@@ -167,9 +166,24 @@ def test_experts_are_sparse_forward_and_backward(text):
         return run
 
     for function, passes in ((layer, 1), (jax.grad(layer, argnums=(0, 1, 2, 3)), 3)):
-        flops = on_slice(text, alone(function), *whole).cost_analysis()["flops"]
+        compiled = on_slice(text, alone(function), *whole)
+        flops = compiled.cost_analysis()["flops"]
         assert flops < 2 * passes * tokens * k * 6 * d * f
         assert flops > 0
+        assert is_sparse(compiled.as_text())
+
+
+@pytest.mark.tpu
+def test_a_dense_product_in_place_of_the_sparse_one_is_seen(monkeypatch):
+    monkeypatch.setattr(gspo_jax.program, "compiler_options", lambda: None)
+
+    def product(rows, weights, sizes):
+        return jax.lax.ragged_dot(rows, weights, sizes)
+
+    spec = jax.sharding.PartitionSpec()
+    whole = [((256, 128), jnp.bfloat16), ((16, 128, 128), jnp.bfloat16), ((16,), jnp.int32)]
+    function = jax.shard_map(product, in_specs=spec, out_specs=spec, check_vma=False)
+    assert not is_sparse(on_slice("v6e:1x1", lambda *x: function(*x), *whole).as_text())
 
 
 @pytest.mark.tpu
