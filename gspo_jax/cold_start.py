@@ -1,4 +1,4 @@
-"""The policy that a run begins from: random or a folder's, trained on worked solutions."""
+"""Supervised training on worked solutions, before a run begins."""
 
 import functools
 import math

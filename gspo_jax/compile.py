@@ -116,13 +116,8 @@ class Work:
             self.responses * r.response_length, r.prompt_length + r.response_length / 2
         )
         prompt = self.forward(r.prompts * r.prompt_length, r.prompt_length / 2)
-        passes = {
-            "rollout": prompt + response,
-            "score": prompt + response,
-            "update": (4 if self.config.policy.remat else 3) * (prompt + response),
-        }
-        passes["fused"] = sum(passes.values())
-        return passes[program] / self.slice.devices
+        passes = {"rollout": 1, "score": 1, "update": 4 if self.config.policy.remat else 3}
+        return passes[program] * (prompt + response) / self.slice.devices
 
     def hbm_bytes(self, program: str) -> float:
         """That a device reads and writes at least: weights for each forward and backward pass of a
@@ -140,7 +135,6 @@ class Work:
             "update": 3 * 2 * micro * everything * size / c.mesh.expert / c.mesh.tensor
             + c.updates.minibatches * 28 * everything / devices,
         }
-        counted["fused"] = sum(counted.values())
         return counted[program]
 
     @property

@@ -41,10 +41,11 @@ from gspo_jax import cli
 from gspo_jax.checkpoint import CheckpointUnreadable
 from gspo_jax.config import TrainConfig
 from gspo_jax.data.prompts import Prompt
-from gspo_jax.evaluate import SavedRun, lay_prompts, sampling_config, saved_run
+from gspo_jax.evaluate import SavedRun, lay_prompts, saved_run
 from gspo_jax.model.transformer import Policy
 from gspo_jax.objectives import METHODS, Method
 from gspo_jax.packing import Packed
+from gspo_jax.phases import step_functions
 from gspo_jax.probes import (
     Part,
     Row,
@@ -64,8 +65,8 @@ from gspo_jax.program import Program
 from gspo_jax.reward import TokenReward, decode, judge_rows, open_judge
 from gspo_jax.rewards.pool import Judge, RewardFailed
 from gspo_jax.rewards.text import shuffle
-from gspo_jax.rollout import Rollout, sample
-from gspo_jax.scoring import Batches, score
+from gspo_jax.rollout import Rollout
+from gspo_jax.scoring import Batches
 from gspo_jax.sharding import data_shards, from_rows, to_devices, to_host, to_rows
 from gspo_jax.train_state import make_optimizer
 from gspo_jax.workdir import write_json
@@ -87,13 +88,11 @@ class Diagnosis:
     def __init__(self, run: SavedRun, judge: Judge, methods: Mapping[str, Method]):
         self._run, self._judge = run, judge
         c, config = run.config, run.config.for_step
-        record, weights = c.objective.replay == "R3", c.rollout.weights
-        sampling = sampling_config(c, run.sources.tokenizer, record_experts=record, weights=weights)
-        self._sampler = Program(functools.partial(sample, config=sampling))
-        self._scorer = Program(functools.partial(score, config=config))
+        optimizer = make_optimizer(c.optimizer)
+        functions = step_functions(c, run.sources.tokenizer, optimizer)
+        self._sampler, self._scorer = Program(functions.sample), Program(functions.score)
         self._tokens = TokenReward(c, run.sources) if c.reward.tokens else None
         self._rewarder = self._tokens and Program(self._tokens)
-        optimizer = make_optimizer(c.optimizer)
         self._updater = Program(functools.partial(updated, config=config, optimizer=optimizer))
         self._look = Program(functools.partial(look, config=config))
         self._change = Program(layer_change)

@@ -115,6 +115,18 @@ def cheap_runs() -> Iterator[None]:
     Shared._programs.clear()
 
 
+def die_with_rollout_saved(patch: pytest.MonkeyPatch, at: int) -> None:
+    """Dies when the rollout of that step has been given to be saved."""
+    save = Checkpoints.save_rollout
+
+    def then_die(self: Checkpoints, step: int, *args: Any) -> None:
+        save(self, step, *args)
+        if step == at:
+            raise Killed
+
+    patch.setattr(Checkpoints, "save_rollout", then_die)
+
+
 def record_prompts(patch: pytest.MonkeyPatch, asked: list[Any], stop_at: int | None = None) -> None:
     """Notes every prompt of a training step; dies when step number `stop_at` asks for its."""
     lay = gspo_jax.phases.lay_prompts

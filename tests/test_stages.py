@@ -15,6 +15,7 @@ from runs import (
     Killed,
     Shared,
     cheap_runs,
+    die_with_rollout_saved,
     metrics,
     record_prompts,
     same_run,
@@ -197,14 +198,7 @@ def test_a_stage_compiles_once_and_other_prompts_compile_nothing(loop, request):
 def kill(patch, where):
     """Arranges that the run dies there."""
     if where == "with the rollout of its first step saved":
-        save = Checkpoints.save_rollout
-
-        def then_die(self, step, *args):
-            save(self, step, *args)
-            if step == 2:
-                raise Killed
-
-        patch.setattr(Checkpoints, "save_rollout", then_die)
+        die_with_rollout_saved(patch, 2)
     else:
         stop_at = {"before": 1, "at its start": 2, "inside": 3}[where]
         record_prompts(patch, [], stop_at)

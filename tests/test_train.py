@@ -19,7 +19,6 @@ import gspo_jax.cold_start
 import gspo_jax.evaluate
 import gspo_jax.phases
 import gspo_jax.train
-from gspo_jax.checkpoint import Checkpoints
 from gspo_jax.cli import StopRequest
 from gspo_jax.evaluate import evaluate
 from gspo_jax.metrics import read_metrics
@@ -34,6 +33,7 @@ from runs import (
     Killed,
     Shared,
     cheap_runs,
+    die_with_rollout_saved,
     metrics,
     record_prompts,
     same_run,
@@ -192,14 +192,7 @@ def kill(patch, where):
 
         patch.setattr(gspo_jax.cold_start, "to_devices", second_fails)
     elif where == "with a rollout saved":
-        save = Checkpoints.save_rollout
-
-        def then_die(self, step, *args):
-            save(self, step, *args)
-            if step == 2:
-                raise Killed
-
-        patch.setattr(Checkpoints, "save_rollout", then_die)
+        die_with_rollout_saved(patch, 2)
     else:
         record_prompts(patch, [], stop_at={"with a state saved": 2, "between two saves": 3}[where])
 

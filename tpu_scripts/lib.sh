@@ -77,12 +77,10 @@ parse() {
 # The usage of a script: its comment at the top.
 usage() { sed -n '2,/^[^#]/{/^#/s/^# \{0,1\}//p}' "$0"; }
 
-queued() { gcloud compute tpus queued-resources "$@" "${PLACE[@]}"; }
-
-# The state of the queued resource; "ABSENT" if there is none.
-resource_state() {
+# look COMMAND...: the last line that it prints; "ABSENT" if it finds nothing of that name.
+look() {
   local out
-  if out="$(queued describe "$NAME" '--format=value(state.state)' 2>&1)"; then
+  if out="$("$@" 2>&1)"; then
     printf '%s' "${out##*$'\n'}"
   elif [[ $out == *NOT_FOUND* || $out == *"not found"* ]]; then
     printf 'ABSENT'
@@ -92,17 +90,13 @@ resource_state() {
   fi
 }
 
-# The state of the node: READY, PREEMPTED and others; "ABSENT" if there is none.
+# The states of the queued resource, and of the node: READY, PREEMPTED and others.
+resource_state() {
+  look gcloud compute tpus queued-resources describe "$NAME" "${PLACE[@]}" '--format=value(state.state)'
+}
+
 node_state() {
-  local out
-  if out="$(gcloud compute tpus tpu-vm describe "$NAME" "${PLACE[@]}" '--format=value(state)' 2>&1)"; then
-    printf '%s' "${out##*$'\n'}"
-  elif [[ $out == *NOT_FOUND* || $out == *"not found"* ]]; then
-    printf 'ABSENT'
-  else
-    printf '%s\n' "$out" >&2
-    return 1
-  fi
+  look gcloud compute tpus tpu-vm describe "$NAME" "${PLACE[@]}" '--format=value(state)'
 }
 
 # on_workers WORKER COMMAND...: runs it in the home of a worker, or of "all".
